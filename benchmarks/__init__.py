@@ -1,0 +1,1 @@
+"""Benchmarks beside stock Inductor: ``python -m benchmarks NAME``; see ``python -m benchmarks --help``."""

@@ -1,0 +1,206 @@
+"""Measures where each operator pays, and writes the gate's table from it.
+
+Each case is a cell of a grid of sizes; a size between two grid points belongs to the nearer one (by ratio), and
+beyond the last one to the last.  ``--write-table`` turns the cells into the rules of
+``inductor_ext/gate_tables/<arch>.json``: take a rewrite where it is at least 2 % faster than stock Inductor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from portable_ops.inductor_ext.gate import TABLES
+from portable_ops.kernels.target import device_target
+from torch import Tensor
+
+from . import decode_attention, prefill_attention, rms_norm
+from .harness import kernel_case
+from .results import BASELINE, Row
+from .truth import attention_truth
+
+OURS = "portable_ops gate=always"
+IMPLS = (BASELINE, OURS)
+GAIN = 1.02
+OPERATORS = ("decode", "prefill", "rms_norm")
+MAX_DECODE_ROWS = 64
+
+# The grids: every combination is a cell.
+DECODE = {"kv_len": (512, 4096, 32768), "batch_heads": (8, 128), "head_dim": (64, 128)}
+DECODE_SPELLINGS = (
+    ("repeat_kv", 4, "bool"),
+    ("enable_gqa", 4, "bool"),
+    ("enable_gqa", 4, "none"),
+    ("plain", 1, "bool"),
+)
+PREFILL = {"q_len": (512, 2048, 8192), "head_dim": (64, 128, 256)}
+PREFILL_SPELLINGS = (("enable_gqa", 4, True), ("repeat_kv", 4, True), ("plain", 1, True), ("plain", 1, False))
+PREFILL_TOKENS = 16384
+NORM = {"rows": (1, 16, 64, 512, 4096, 16384), "hidden_size": (1024, 4096, 8192)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the sweep."""
+    parser.add_argument("--only", nargs="+", choices=OPERATORS, default=list(OPERATORS))
+    parser.add_argument("--write-table", action="store_true", help="write the gate's table for this GPU's architecture")
+
+
+def run(args: argparse.Namespace) -> Iterator[list[Row]]:
+    """Measure every cell, then write the table if asked to."""
+    measured: list[tuple[str, dict[str, Any], Row]] = []
+    for operator in args.only:
+        for cell, rows in _CASES[operator](args):
+            for row in rows:
+                row["cell"] = cell
+            ours = next(row for row in rows if row["impl"] == OURS)
+            measured.append((_NAMES[operator], cell, ours))
+            yield rows
+    if args.write_table:
+        write_table(measured, args)
+
+
+def _decode_cases(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Row]]]:
+    sizes = {"kv_len": (64,), "batch_heads": (2,), "head_dim": (16,)} if args.tiny else DECODE
+    for (T, batch_heads, D), (spelling, groups, mask_kind) in itertools.product(
+        itertools.product(*sizes.values()), DECODE_SPELLINGS
+    ):
+        K = min(8, batch_heads)
+        B = batch_heads // K
+        q = torch.randn(B, K * groups, 1, D, device=args.device, dtype=_dtype(args))
+        k, v = (torch.randn(B, K, T, D, device=args.device, dtype=_dtype(args)) for _ in range(2))
+        mask = None
+        if mask_kind == "bool":
+            mask = (torch.arange(T, device=args.device)[None, None, None] < T - 6).expand(B, 1, 1, T).contiguous()
+        fn = _plain if spelling == "plain" else decode_attention.SPELLINGS[spelling]
+        case = f"decode, {spelling}, mask {mask_kind}, batch {B}, KV {T}, {K * groups}/{K} heads of {D}"
+        cell = {
+            "rows": {"max": MAX_DECODE_ROWS},
+            "repeated": spelling == "repeat_kv",
+            "groups": {"min": 2} if groups > 1 else 1,
+            "mask": mask_kind,
+            "is_causal": False,
+            "kv_len": _between(T, sizes["kv_len"]),
+            "batch_heads": _between(batch_heads, sizes["batch_heads"]),
+            "head_dim": _between(D, sizes["head_dim"]),
+        }
+        yield cell, kernel_case(case, fn, (q, k, v, mask), attention_truth(q, k, v, mask), args)
+
+
+def _prefill_cases(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Row]]]:
+    sizes = {"q_len": (48,), "head_dim": (16,)} if args.tiny else PREFILL
+    for (S, D), (spelling, groups, causal) in itertools.product(itertools.product(*sizes.values()), PREFILL_SPELLINGS):
+        H = 4 if args.tiny else 32 * 128 // max(D, 128)
+        B = 1 if args.tiny else max(1, PREFILL_TOKENS // S)
+        q = torch.randn(B, H, S, D, device=args.device, dtype=_dtype(args))
+        k, v = (torch.randn(B, H // groups, S, D, device=args.device, dtype=_dtype(args)) for _ in range(2))
+        spelled = {"plain": prefill_attention.all_heads}.get(spelling) or getattr(prefill_attention, spelling)
+
+        def fn(q: Tensor, k: Tensor, v: Tensor, spelled: Any = spelled, causal: bool = causal) -> Tensor:
+            return spelled(q, k, v, is_causal=causal)
+
+        kind = "causal" if causal else "full"
+        case = f"prefill, {spelling}, {kind}, batch {B}, length {S}, {H}/{H // groups} heads of {D}"
+        cell = {
+            "rows": {"min": MAX_DECODE_ROWS + 1},
+            "repeated": spelling == "repeat_kv",
+            "groups": {"min": 2} if groups > 1 else 1,
+            "mask": "none",
+            "is_causal": causal,
+            "q_len": _between(S, sizes["q_len"]),
+            # Shorter keys than queries (or longer) are another problem than the square one that is measured.
+            "square": True,
+            "head_dim": _between(D, sizes["head_dim"]),
+        }
+        yield cell, kernel_case(case, fn, (q, k, v), attention_truth(q, k, v, is_causal=causal), args)
+
+
+def _norm_cases(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Row]]]:
+    sizes = {"rows": (3,), "hidden_size": (96,)} if args.tiny else NORM
+    for M, N in itertools.product(*sizes.values()):
+        x, r = (torch.randn(M, N, device=args.device, dtype=_dtype(args)) for _ in range(2))
+        w = torch.rand(N, device=args.device, dtype=_dtype(args))
+        exact = rms_norm.exact_add_rms_norm(x, r, w)
+        cell = {"rows": _between(M, sizes["rows"]), "hidden_size": _between(N, sizes["hidden_size"])}
+        yield cell, kernel_case(f"x + r, rms_norm, {M} x {N}", rms_norm.add_rms_norm, (x, r, w), exact, args)
+
+
+_CASES = {"decode": _decode_cases, "prefill": _prefill_cases, "rms_norm": _norm_cases}
+_NAMES = {
+    "decode": "portable_ops::attention",
+    "prefill": "portable_ops::attention",
+    "rms_norm": "portable_ops::add_rms_norm",
+}
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def _dtype(args: argparse.Namespace) -> torch.dtype:
+    return torch.float32 if args.device == "cpu" else torch.bfloat16
+
+
+def _between(value: int, grid: Sequence[int]) -> dict[str, int]:
+    """The sizes that lie nearer to ``value`` than to its neighbours in ``grid``; open at the ends."""
+    index = grid.index(value)
+    bounds = {}
+    if index > 0:
+        bounds["min"] = math.isqrt(grid[index - 1] * value) + 1
+    if index < len(grid) - 1:
+        bounds["max"] = math.isqrt(value * grid[index + 1])
+    return bounds
+
+
+def write_table(measured: Sequence[tuple[str, dict[str, Any], Row]], args: argparse.Namespace) -> None:
+    """Write the rules for this GPU's architecture; operators that were not measured keep theirs."""
+    arch = device_target(torch.device(args.device)).arch
+    path = TABLES / f"{arch}.json"
+    table = json.loads(path.read_text()) if path.exists() else {"rules": {}}
+    for group in dict.fromkeys(_group(name, cell) for name, cell, _ in measured):
+        rules = [_rule(cell, row) for name, cell, row in measured if _group(name, cell) == group]
+        kept = [r for r in table["rules"].get(group[0], []) if _group(group[0], r["when"]) != group]
+        table["rules"][group[0]] = kept + merged(rules)
+    path.write_text(json.dumps(table, indent=1) + "\n")
+
+
+def _group(name: str, cell: dict[str, Any]) -> tuple[str, str]:
+    """Cells of one sweep: an operator, and for attention its regime."""
+    return name, json.dumps(cell["rows"]) if name.endswith("attention") else ""
+
+
+def _rule(cell: dict[str, Any], row: Row) -> dict[str, Any]:
+    speedup = row["baseline_us"] / row["us"]
+    take = bool(speedup >= GAIN and row["correct"])
+    when = {"dtype": ["bfloat16", "float16"], **cell}
+    return {"when": when, "take": take, "speedup": round(speedup, 3), "case": row["case"]}
+
+
+def merged(rules: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Fewer rules that say the same: where the verdict is one for all cells along a size, the size does not matter.
+
+    Each merged rule keeps the worst speed-up of its cells.
+    """
+    features = [f for f in rules[0]["when"] if any(r["when"][f] != rules[0]["when"][f] for r in rules)]
+    for feature in features:
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for rule in rules:
+            rest = {f: c for f, c in rule["when"].items() if f != feature}
+            groups.setdefault(json.dumps([rest, feature in rule["when"]]), []).append(rule)
+        cells = {json.dumps(r["when"].get(feature)) for r in rules if feature in r["when"]}
+        rules = [r for group in groups.values() for r in _without(feature, group, len(cells))]
+    return [
+        {"when": r["when"], "take": r["take"], "why": f"measured {r['speedup']:.2f}x stock ({r['case']})"}
+        for r in rules
+    ]
+
+
+def _without(feature: str, group: list[dict[str, Any]], cells: int) -> list[dict[str, Any]]:
+    if len(group) < cells or len({rule["take"] for rule in group}) > 1:
+        return group
+    worst = min(group, key=lambda rule: rule["speedup"])
+    return [{**worst, "when": {f: c for f, c in worst["when"].items() if f != feature}}]

@@ -1,0 +1,92 @@
+"""What the backend would do to a model, without generating code."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.output_code import MockFXGraphCacheOutput
+
+from ..kernels.target import DEFAULT_ARCH
+from .backend import check_expected, hooks, with_unpinned
+from .graphs import clone, input_device
+from .pin import pin
+from .report import Report, collecting
+from .rewrite import decision_target
+from .settings import Settings
+
+
+def explain(model: Callable[..., Any], **options: Any) -> Callable[..., Report]:
+    """``explain(model)(*args, **kwargs)`` traces ``model`` and returns the :class:`Report` of all its graphs.
+
+    ``options`` are ours without their prefix (``gate="always"``, ``target="gfx942"``), ``expect`` for the whole
+    model.  Works on any device, on the meta device, under ``FakeTensorMode`` and without Triton.  Without a GPU the
+    decisions are those for ``sm_90`` unless a target is named.
+
+    The model runs once, eagerly, so a value that a later graph depends on is right, and an error of the model's own
+    is what the caller sees.  Like ``torch._dynamo.explain``, this resets Dynamo: a model that was compiled before
+    compiles again at its next call, from the caches.
+    """
+    settings = Settings.read(options)
+    if settings.target is None and not torch.cuda.is_available():
+        settings = dataclasses.replace(settings, target=DEFAULT_ARCH)
+
+    def run(*args: Any, **kwargs: Any) -> Report:
+        graphs: list[Report] = []
+
+        def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+            graphs.append(_explain_graph(gm, example_inputs, settings))
+            return gm.forward
+
+        with _fresh_dynamo():
+            torch.compile(model, backend=backend)(*args, **kwargs)
+            reasons = tuple(_located(r) for r in torch._dynamo.utils.graph_break_reasons if r.graph_break)
+        report = Report.merge(graphs, reasons, len(graphs))
+        report = dataclasses.replace(report, settings=settings.to_dict())
+        check_expected(report, settings)
+        return report
+
+    return run
+
+
+@contextlib.contextmanager
+def _fresh_dynamo() -> Iterator[None]:
+    """Nothing compiled before and nothing left behind; Dynamo's counters stay as they were."""
+    counters = torch._dynamo.utils.counters
+    before = copy.deepcopy(counters)
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+        counters.clear()
+        counters.update(before)
+
+
+def _located(broken: Any) -> str:
+    """The reason of a graph break behind the user's line: ``file:line: reason``."""
+    if not broken.user_stack:
+        return broken.reason
+    frame = broken.user_stack[-1]
+    return f"{frame.filename}:{frame.lineno}: {broken.reason}"
+
+
+def _explain_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Report:
+    """Take a copy of one Dynamo graph through everything up to code generation."""
+    copied = clone(gm)
+    unpinned = pin(copied, decision_target(settings, input_device(example_inputs)))
+    patches = {**hooks(settings), "force_disable_caches": True, "cpp_wrapper": False, "freezing": False}
+    with collecting() as collection:
+        compile_fx(copied, example_inputs, inner_compile=_no_code, config_patches=patches)
+    return with_unpinned(Report.merge(collection.reports), unpinned)
+
+
+def _no_code(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> MockFXGraphCacheOutput:
+    """Stands in for Inductor's code generation."""
+    return MockFXGraphCacheOutput(gm)

@@ -1,0 +1,148 @@
+"""Whether a match pays: never slower than what stock Inductor makes of the same nodes.
+
+The table of a target holds measured verdicts by operator and shape; ``gate=measure`` takes the measurement while
+compiling.  A declined match leaves its nodes to Inductor untouched, so a wrong "no" costs only the gain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ..kernels.launch import hint
+from ..kernels.target import Target
+from ..patterns import Match
+from .settings import Settings
+
+TABLES = Path(__file__).parent / "gate_tables"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Whether to rewrite, and why, in words that stand in the report."""
+
+    take: bool
+    reason: str
+
+
+Features = dict[str, Any]
+"""What a table may ask about a match: names to strings, booleans or numbers (symbolic sizes stay symbolic)."""
+
+Describe = Callable[[Mapping[str, Any], Mapping[str, Any]], Features]
+_features: dict[str, Describe] = {}
+
+
+def register_features(operator_name: str, features: Describe) -> None:
+    """Say how to describe a call of ``operator_name`` to gate tables.
+
+    ``features(values, bound)``: the operator's arguments with example values for tensors, and what the match found.
+    """
+    _features[operator_name] = features
+
+
+def decide(match: Match, target: Target, settings: Settings, *, training: bool, taken: int) -> Verdict:
+    """The gate's verdict on one match; ``taken`` counts the rewrites that the graph already has."""
+    values = match.values()
+    if match.kind not in settings.enable:
+        return Verdict(False, f"{match.kind} is disabled")
+    reason = match.operator.supports(**values, target=target)
+    if reason is not None:
+        return Verdict(False, reason)
+    if settings.gate == "never":
+        return Verdict(False, "gate=never")
+    if settings.max_rewrites is not None and taken >= settings.max_rewrites:
+        return Verdict(False, f"max_rewrites={settings.max_rewrites} is reached")
+    if settings.gate == "always":
+        return Verdict(True, "gate=always")
+    if training:
+        return Verdict(False, "a training graph: stock saves less for backward than a rewrite would")
+    if match.shared():
+        return Verdict(False, "an inner value has other users, so its work would be done twice")
+    if settings.gate == "measure":
+        from .measure import measured
+
+        return measured(match, target)
+    return look_up(match.operator.name, values, match.bound, target)
+
+
+def look_up(name: str, values: Mapping[str, Any], bound: Mapping[str, Any], target: Target) -> Verdict:
+    """The verdict of the measured table of ``target`` on a call of operator ``name``."""
+    features = _features[name](values, bound) if name in _features else {}
+    for rule in table(target.arch).get(name, ()):
+        if all(_admits(features.get(feature), allowed) for feature, allowed in rule["when"].items()):
+            return Verdict(rule["take"], rule["why"])
+    return Verdict(False, f"no measurement on {target.arch} says that it pays here (gate=measure takes one)")
+
+
+@functools.cache
+def table(arch: str) -> Mapping[str, tuple[dict[str, Any], ...]]:
+    """The measured rules for ``arch`` followed by those that hold on any GPU."""
+    rules: dict[str, tuple] = {}
+    for name in (arch, "any"):
+        path = TABLES / f"{name}.json"
+        if path.exists():
+            for operator, entries in json.loads(path.read_text())["rules"].items():
+                rules[operator] = (*rules.get(operator, ()), *entries)
+    return rules
+
+
+def _admits(value: Any, allowed: Any) -> bool:
+    """Whether a feature fits a condition: equal to it, one of a list, or inside ``{"min": a, "max": b}``.
+
+    A symbolic size must fit over its whole range, since the compiled graph serves all of it.
+    """
+    if not isinstance(allowed, dict):
+        return value in allowed if isinstance(allowed, list) else bool(value == allowed)
+    if value is None:
+        return False
+    low, high = _range(value)
+    return low >= allowed.get("min", low) and high <= allowed.get("max", high)
+
+
+def _range(value: Any) -> tuple[Any, Any]:
+    if isinstance(value, torch.SymInt):
+        bounds = value.node.shape_env.bound_sympy(value.node.expr)
+        return bounds.lower, bounds.upper
+    return value, value
+
+
+def attention_features(values: Mapping[str, Any], bound: Mapping[str, Any]) -> Features:
+    """Regime, repetition of heads, mask and sizes of an attention call."""
+    q, k, mask = values["q"], values["k"], values["attn_mask"]
+    heads = q.shape[1] if q.dim() == 4 else 1
+    kv_heads = k.shape[1] if k.dim() == 4 else 1
+    groups = hint(heads) // max(1, hint(kv_heads))
+    return {
+        "dtype": str(q.dtype).removeprefix("torch."),
+        "head_dim": q.shape[-1],
+        "q_len": q.shape[-2],
+        "kv_len": k.shape[-2],
+        "square": statically_known_true(q.shape[-2] == k.shape[-2]),
+        "rows": q.shape[-2] * groups,
+        "groups": groups,
+        "batch_heads": q.shape[0] * kv_heads,
+        "repeated": bound.get("repeat_kv", 1) != 1,
+        "mask": "none" if mask is None else "bool" if mask.dtype == torch.bool else "float",
+        "is_causal": values["is_causal"],
+    }
+
+
+def rms_norm_features(values: Mapping[str, Any], bound: Mapping[str, Any]) -> Features:
+    """Rows, columns and types of an RMSNorm call."""
+    x = values["x"]
+    rows: Any = 1
+    for size in x.shape[:-1]:
+        rows = rows * size
+    return {"dtype": str(x.dtype).removeprefix("torch."), "rows": rows, "hidden_size": x.shape[-1]}
+
+
+register_features("portable_ops::attention", attention_features)
+register_features("portable_ops::rms_norm", rms_norm_features)
+register_features("portable_ops::add_rms_norm", rms_norm_features)

@@ -1,0 +1,78 @@
+"""From an operator in the graph to kernel launches in Inductor's generated wrapper.
+
+Each launch of the operator's plan becomes a user-defined Triton kernel, which the wrapper starts exactly as it
+starts Inductor's own: no dispatcher, and CUDA graphs and the C++ wrapper work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..kernels.attention import ATTENTION
+from ..kernels.launch import Launch
+from ..kernels.operator import Operator
+from ..kernels.rms_norm import ADD_RMS_NORM, RMS_NORM
+from ..kernels.target import device_target
+from . import inductor_compat as inductor
+
+_registered: dict[str, Operator] = {}
+
+
+def register_operator(operator: Operator) -> None:
+    """Teach Inductor to lower ``operator``.  Registering the same operator again does nothing.
+
+    Raises ValueError if another operator has the same name.
+    """
+    if _registered.get(operator.name, operator) is not operator:
+        raise ValueError(f"another operator named {operator.name!r} is registered; choose another name")
+    if operator.name not in _registered:
+        _registered[operator.name] = operator
+        inductor.register_lowering(operator.op, _lowering(operator))
+
+
+def _lowering(operator: Operator) -> Callable[..., Any]:
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        node = inductor.current_node()
+        bound = operator.bind(args, kwargs)
+        values = {
+            name: a.meta["val"] if isinstance(a, torch.fx.Node) else a
+            for name, a in operator.bind(node.args, dict(node.kwargs)).items()
+        }
+        tensors = {name: v for name, v in values.items() if isinstance(v, torch.Tensor)}
+        device = next(iter(tensors.values())).device
+        target = device_target(device)
+        if operator.supports(**values, target=target) is not None:
+            return inductor.fallback(operator.op)(*args, **kwargs)
+        plan = operator.plan(**values, target=target)
+        boxes = {name: inductor.with_strides(bound[name], v.stride()) for name, v in tensors.items()}
+        for name, buffer in (*plan.outputs.items(), *plan.scratch.items()):
+            boxes[name] = inductor.empty(buffer, device)
+        for launch in plan.launches:
+            _emit(operator, launch, boxes, set(tensors))
+        outputs = [boxes[name] for name in plan.outputs]
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    return lower
+
+
+def _emit(operator: Operator, launch: Launch, boxes: dict[str, Any], inputs: set[str]) -> None:
+    """Emit one launch, and insist that Inductor's analysis of the kernel finds no input written.
+
+    Where the analysis fails, Inductor assumes that a kernel writes everything it is given: right, but it would copy
+    the inputs of every launch.
+    """
+    args = {k: boxes[v] if isinstance(v, str) else inductor.expression(v) for k, v in launch.args.items()}
+    written = inductor.launch(launch, args)
+    mutated = sorted(launch.args[parameter] for parameter in written if launch.args[parameter] in inputs)
+    if mutated or not written:
+        raise RuntimeError(
+            f"{launch.kernel.__name__} of {operator.name} should write its results only, but Inductor's analysis says "
+            f"{mutated or 'nothing'}; do these versions of torch and Triton fit together?"
+        )
+
+
+for _operator in (ATTENTION, RMS_NORM, ADD_RMS_NORM):
+    register_operator(_operator)

@@ -1,0 +1,196 @@
+"""The pass over the joint ATen graph: match, gate, rewrite, report.
+
+It runs once for every graph, in inference and in training, before Inductor's own passes
+(``joint_custom_pre_pass``): the graph is functional, normalised, and its shapes are known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from ..kernels.attention import ATTENTION
+from ..kernels.target import DEFAULT_ARCH, Target, device_target, named_target
+from ..patterns import PATTERNS, Match, Miss, Pattern, Unmatched
+from ..patterns.attention import LOWERED_ATTENTION_PATTERN
+from . import gate
+from .graphs import graph_device, region_calls
+from .pin import unpin
+from .report import Report, Site, publish, versions
+from .settings import Settings, add_kind
+
+_patterns: list[Pattern] = list(PATTERNS)
+
+
+def register_pattern(pattern: Pattern) -> None:
+    """Add a pattern of your own; it is tried after the built-in ones, in the order of registration.
+
+    Its sources belong to the cache key: they are hashed through the module that defines ``pattern.match``.
+    Raises ValueError for a name that is taken.
+    """
+    if any(p.name == pattern.name for p in _patterns):
+        raise ValueError(f"pattern name {pattern.name!r} is taken; choose another")
+    add_kind(pattern.kind)
+    _patterns.append(pattern)
+
+
+def decision_target(settings: Settings, device: torch.device) -> Target:
+    """The target that decisions are made for: the one that settings name, else the device's own.
+
+    ``gate=always`` on a CPU decides for the default GPU target, so that the rewritten graph can be tested there
+    with the reference implementations.
+    """
+    if settings.target is not None:
+        return named_target(settings.target)
+    target = device_target(device)
+    return named_target(DEFAULT_ARCH) if target.backend == "cpu" and settings.gate == "always" else target
+
+
+@dataclasses.dataclass
+class RewritePass(CustomGraphPass):
+    """Match, gate and rewrite; see the module's docstring.
+
+    ``after`` is the user's own pass in the same hook.  ``cacheable`` False keeps the graph out of the caches.
+    """
+
+    settings: Settings
+    after: Callable[[fx.Graph], None] | None = None
+    cacheable: bool = True
+
+    def __call__(self, graph: fx.Graph) -> None:
+        publish(self.rewrite(graph), graph, region_calls(graph))
+        if self.after is not None:
+            self.after(graph)
+
+    def rewrite(self, graph: fx.Graph) -> Report:
+        """Rewrite ``graph`` in place and say what was done."""
+        target = decision_target(self.settings, graph_device(graph))
+        training = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes)
+        sites: list[Site] = []
+        misses: list[Miss] = []
+        traced: dict[Any, fx.Graph] = {}
+        erased: set[fx.Node] = set()
+        settled: set[fx.Node] = set()
+        taken = 0
+        for pattern in _patterns:
+            for node in pattern.candidates(graph):
+                if node in erased or node in settled:
+                    continue
+                found = pattern.try_match(node)
+                if isinstance(found, Match):
+                    site, call = self._decide(found, target, training, taken)
+                    sites.append(site)
+                    if call is not None:
+                        taken += 1
+                        settled.add(call)
+                        erased |= _erase_unused(found)
+                        continue
+                elif found is not None and pattern is LOWERED_ATTENTION_PATTERN:
+                    sites.append(Site(found.kind, found.pattern, "declined", found.reason, found.source))
+                elif found is not None:
+                    misses.append(found)
+                if node.target is ATTENTION.op:
+                    settled |= unpin(node, traced)
+        return Report(
+            sites=tuple(sites),
+            misses=tuple(misses),
+            settings=self.settings.to_dict(),
+            target=target.arch,
+            versions=versions(),
+        )
+
+    def _decide(self, match: Match, target: Target, training: bool, taken: int) -> tuple[Site, fx.Node | None]:
+        verdict = gate.decide(match, target, self.settings, training=training, taken=taken)
+        variant, call = "", None
+        if verdict.take:
+            values = match.values()
+            try:
+                call = match.replace()
+                variant = match.operator.plan(**values, target=target).variant
+            except Unmatched as reason:
+                verdict = gate.Verdict(False, str(reason))
+        decision = "rewritten" if call is not None else "declined"
+        bound = {k: str(v) for k, v in match.bound.items()}
+        site = Site(match.kind, match.pattern, decision, verdict.reason, match.source, variant, bound)
+        return site, call
+
+    def uuid(self) -> Any:
+        return joined_uuid(self.settings, self.after) if self.cacheable else None
+
+
+def joined_uuid(settings: Settings, after: Callable[[fx.Graph], None] | None) -> str | None:
+    """Our cache key with that of the user's own pass; None (no caching) where that pass has none."""
+    theirs = after.uuid() if isinstance(after, CustomGraphPass) else None
+    if after is not None and theirs is None:
+        return None
+    return hashlib.sha256(repr((cache_key(settings), theirs)).encode()).hexdigest()
+
+
+@dataclasses.dataclass
+class _Chain(CustomGraphPass):
+    """Several passes of the user's in one hook (torch 2.13 and later allow a list)."""
+
+    passes: tuple[Callable[[fx.Graph], None], ...]
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for one in self.passes:
+            one(graph)
+
+    def uuid(self) -> Any:
+        uuids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.passes]
+        return None if None in uuids else repr(uuids)
+
+
+def chain(configured: Any) -> Callable[[fx.Graph], None] | None:
+    """What stands in one of Inductor's hooks, as one pass or None."""
+    return _Chain(tuple(configured)) if isinstance(configured, list | tuple) else configured
+
+
+def _erase_unused(match: Match) -> set[fx.Node]:
+    """Remove what the match took over, and what only fed it, as far as nobody reads it any more."""
+    work = [match.anchor, *match.inner, *(o for o in match.outputs if o is not None)]
+    erased: set[fx.Node] = set()
+    while work:
+        node = work.pop()
+        if node in erased or node.users or node.op != "call_function" or node.is_impure():
+            continue
+        work.extend(node.all_input_nodes)
+        node.graph.erase_node(node)
+        erased.add(node)
+    return erased
+
+
+@functools.cache
+def sources_hash() -> str:
+    """A hash of every file of the package: patterns, kernels, passes and gate tables."""
+    digest = hashlib.sha256()
+    here = Path(__file__).parent
+    folders = [here, *(Path(p) for name in ("patterns", "kernels") for p in _package_paths(name))]
+    for folder in folders:
+        for path in sorted((*folder.glob("*.py"), *folder.glob("gate_tables/*.json"))):
+            digest.update(path.name.encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _package_paths(name: str) -> list[str]:
+    import importlib
+
+    return list(importlib.import_module(f"..{name}", __package__).__path__)
+
+
+def cache_key(settings: Settings) -> tuple:
+    """All that the rewritten graph depends on beside the graph: sources, settings, versions and target."""
+    import inspect
+
+    own = [(p.name, inspect.getsource(inspect.getmodule(p.match))) for p in _patterns[len(PATTERNS) :]]
+    gpu = device_target(torch.device("cuda")) if torch.cuda.is_available() else None
+    return (sources_hash(), settings, tuple(versions().items()), gpu, tuple(own))

@@ -1,0 +1,212 @@
+"""What a pattern says about a place in a graph: a match, or a miss with the first condition that failed.
+
+A *match* is a proposal.  It names the operator that computes the same values, the operator's arguments and
+the graph nodes that its results replace; nothing in the graph changes until :meth:`Match.replace`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..kernels.operator import Operator
+from . import algebra
+
+KINDS = ("rms_norm", "rope", "swiglu", "attention", "topk")
+"""The kinds of subgraph that reports count, in report order."""
+
+
+class Unmatched(Exception):
+    """Raised inside a pattern where a condition fails; the message is the reason that the user reads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Permuted:
+    """An argument that is a permutation of a node; it becomes a node of its own only if the match is taken."""
+
+    node: fx.Node
+    order: tuple[int, ...]
+
+    @property
+    def value(self) -> torch.Tensor:
+        return self.node.meta["val"].permute(self.order)
+
+    def insert(self) -> fx.Node:
+        if self.order == tuple(range(len(self.order))):
+            return self.node
+        with self.node.graph.inserting_after(_below_placeholders(self.node)):
+            node = self.node.graph.call_function(torch.ops.aten.permute.default, (self.node, list(self.order)))
+        node.meta = {**_inherit(self.node), "val": self.value}
+        return node
+
+
+@dataclasses.dataclass(frozen=True)
+class Miss:
+    """A candidate that is not the pattern: which, where, and the first condition that failed."""
+
+    pattern: str
+    kind: str
+    anchor: str
+    reason: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """A subgraph that ``operator`` computes.
+
+    ``args``: the operator's arguments by name; nodes of the graph, or literals.  ``outputs``: for each result
+    of the operator the node that it replaces, or None for a result that nobody asked for.  ``inner``: the nodes
+    whose work the operator takes over.  ``bound``: what the match found (eps, rounding points, heads), for the
+    report.  ``order``: the order in which a single result has its dimensions, where that is not the graph's.
+    """
+
+    pattern: str
+    kind: str
+    anchor: fx.Node
+    operator: Operator
+    args: Mapping[str, Any]
+    outputs: tuple[fx.Node | None, ...]
+    inner: tuple[fx.Node, ...]
+    bound: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    order: tuple[int, ...] | None = None
+
+    @property
+    def source(self) -> str:
+        return source_line(self.anchor)
+
+    def inputs(self) -> list[fx.Node]:
+        """The nodes that the operator reads."""
+        return [
+            a.node if isinstance(a, Permuted) else a for a in self.args.values() if isinstance(a, fx.Node | Permuted)
+        ]
+
+    def values(self) -> dict[str, Any]:
+        """The arguments with example values (fake tensors) in place of nodes."""
+        return {name: _example(a) for name, a in self.args.items()}
+
+    def shared(self) -> list[fx.Node]:
+        """Inner nodes that somebody outside still reads, so that their work is not saved.
+
+        A cast of what exists anyway is no work: whoever reads it casts on the way.
+        """
+        own = {*self.inner, *(o for o in self.outputs if o is not None)}
+        exist = {*self.inputs(), *self.outputs}
+        work = [n for n in self.inner if n not in self.outputs and not (algebra.is_cast(n) and n.args[0] in exist)]
+        return [n for n in work if any(u not in own for u in n.users)]
+
+    def replace(self) -> fx.Node:
+        """Put the operator into the graph and hand its results to the users of the nodes it replaces.
+
+        The operator stands right after its last input and before every user of its outputs; an input that is
+        computed only later (a cast of the weight, say) moves up.  Nodes that lose all users are left for dead-code
+        elimination.  Raises Unmatched, with the graph unchanged, if an input depends on an output.
+        """
+        graph = self.anchor.graph
+        inputs = self.inputs()
+        users = {u for o in self.outputs if o is not None for u in o.users}
+        if users:
+            first_user = min(users)
+            for node in [n for argument in inputs for n in _late(argument, first_user, users)]:
+                first_user.prepend(node)
+        after = _below_placeholders(max(inputs) if inputs else next(iter(graph.nodes)))
+        args = {name: a.insert() if isinstance(a, Permuted) else a for name, a in self.args.items()}
+        after = max(after, *(a for a in args.values() if isinstance(a, fx.Node)))
+        with graph.inserting_after(after):
+            call = graph.call_function(self.operator.op, kwargs=args)
+        call.meta = _inherit(next(o for o in self.outputs if o is not None))
+        if len(self.operator.op._schema.returns) == 1 and self.order is None:
+            self.outputs[0].replace_all_uses_with(call)
+            return call
+        call.meta["val"] = self.operator.op(**self.values())
+        for index, old in reversed(list(enumerate(self.outputs))):
+            if old is None:
+                continue
+            with graph.inserting_after(call):
+                if self.order is None:
+                    item = graph.call_function(operator.getitem, (call, index))
+                else:
+                    back = [self.order.index(d) for d in range(len(self.order))]
+                    item = graph.call_function(torch.ops.aten.permute.default, (call, back))
+            item.meta = _inherit(old)
+            old.replace_all_uses_with(item)
+        return call
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """One equation that the backend knows.
+
+    ``anchors(node)`` picks candidates cheaply; ``match(node)`` returns a Match, raises :class:`Unmatched` with
+    the reason, or returns None where the candidate is plainly something else and not worth a word.
+    """
+
+    name: str
+    kind: str
+    anchors: Callable[[fx.Node], bool]
+    match: Callable[[fx.Node], Match | None]
+
+    def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
+        return (node for node in list(graph.nodes) if node.op == "call_function" and self.anchors(node))
+
+    def try_match(self, node: fx.Node) -> Match | Miss | None:
+        try:
+            return self.match(node)
+        except Unmatched as reason:
+            return Miss(self.name, self.kind, node.name, str(reason), source_line(node))
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]*)\n\s*(?P<code>[^\n]*)')
+
+
+def source_line(node: fx.Node) -> str:
+    """``file:line: code`` of the user's line that made ``node``, or an empty string where none is recorded."""
+    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f"{last['file']}:{last['line']}: {last['code'].strip()}"
+
+
+def _late(node: fx.Node, first_user: fx.Node, users: set[fx.Node]) -> Iterator[fx.Node]:
+    """What has to move up so that ``node`` is known before ``first_user``, in the order of moving."""
+    if node < first_user:
+        return
+    if node in users or node.op != "call_function" or node.is_impure():
+        raise Unmatched("an argument is computed only after the first use of a result")
+    for operand in node.all_input_nodes:
+        yield from _late(operand, first_user, users)
+    yield node
+
+
+def _below_placeholders(node: fx.Node) -> fx.Node:
+    """``node``, or the last placeholder if it is one: placeholders stay together at the top."""
+    while node.op == "placeholder" and node.next.op == "placeholder":
+        node = node.next
+    return node
+
+
+def _example(argument: Any) -> Any:
+    if isinstance(argument, Permuted):
+        return argument.value
+    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+
+
+def _inherit(old: fx.Node) -> dict[str, Any]:
+    """The metadata that a replacement takes from the node it stands for."""
+    keep = ("val", "tensor_meta", "stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "custom")
+    return {key: old.meta[key] for key in keep if key in old.meta}
+
+
+def val(node: fx.Node) -> torch.Tensor:
+    """The example value of a node that stands for a tensor; Unmatched if it has none."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        raise Unmatched(f"{node} is not a tensor")
+    return value
