@@ -18,7 +18,7 @@ _HEAD = """\
 <!-- Written by `python -m benchmarks report` from benchmarks/results; edit neither by hand. -->
 
 Each table was measured in one process: the implementations ran in turns, and each time is the median of at
-least 100 repetitions with the L2 cache overwritten before each. Single operators are replays of a CUDA graph,
+least 100 repetitions with the L2 cache flushed before each. Single operators are replays of a CUDA graph,
 so that the time which Python takes to launch them does not count. "speed-up" is the time of stock Inductor
 (`torch.compile(f)`) in the same turns divided by the time of the row. "error" is the relative distance from a
 wider computation (float64; float32 for whole models), "correct" says that it is at most 1.5 times eager's own

@@ -28,20 +28,24 @@ OURS = "portable_ops gate=always"
 IMPLS = (BASELINE, OURS)
 GAIN = 1.02
 OPERATORS = ("decode", "prefill", "rms_norm")
-MAX_DECODE_ROWS = 64
+MAX_DECODE_ROWS = 16
+"""One tile of the decode kernel; more rows (speculative decoding) have a larger tile and were not measured."""
 
-# The grids: every combination is a cell.
-DECODE = {"kv_len": (512, 4096, 32768), "batch_heads": (8, 128), "head_dim": (64, 128)}
-DECODE_SPELLINGS = (
-    ("repeat_kv", 4, "bool"),
-    ("enable_gqa", 4, "bool"),
-    ("enable_gqa", 4, "none"),
-    ("plain", 1, "bool"),
+# The grids: every combination of sizes is a cell.
+WIDE = {"kv_len": (512, 4096, 32768), "batch_heads": (8, 128), "head_dim": (64, 128)}
+NARROW = {"kv_len": (4096,), "batch_heads": (8, 128), "head_dim": (128,)}
+# Spelling, query heads of a KV head, mask, grid.
+DECODE = (
+    ("repeat_kv", 4, "bool", WIDE),
+    ("enable_gqa", 4, "bool", NARROW),
+    ("enable_gqa", 4, "none", NARROW),
+    ("plain", 1, "bool", NARROW),
 )
+TINY_DECODE = {"kv_len": (64,), "batch_heads": (2,), "head_dim": (16,)}
 PREFILL = {"q_len": (512, 2048, 8192), "head_dim": (64, 128, 256)}
 PREFILL_SPELLINGS = (("enable_gqa", 4, True), ("repeat_kv", 4, True), ("plain", 1, True), ("plain", 1, False))
 PREFILL_TOKENS = 16384
-NORM = {"rows": (1, 16, 64, 512, 4096, 16384), "hidden_size": (1024, 4096, 8192)}
+NORM = {"rows": (16, 2048, 16384), "hidden_size": (2048, 4096, 8192)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,10 +69,13 @@ def run(args: argparse.Namespace) -> Iterator[list[Row]]:
 
 
 def _decode_cases(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Row]]]:
-    sizes = {"kv_len": (64,), "batch_heads": (2,), "head_dim": (16,)} if args.tiny else DECODE
-    for (T, batch_heads, D), (spelling, groups, mask_kind) in itertools.product(
-        itertools.product(*sizes.values()), DECODE_SPELLINGS
-    ):
+    problems = (
+        (spelling, groups, mask_kind, sizes, cell)
+        for spelling, groups, mask_kind, grid in DECODE
+        for sizes in [TINY_DECODE if args.tiny else grid]
+        for cell in itertools.product(*sizes.values())
+    )
+    for spelling, groups, mask_kind, sizes, (T, batch_heads, D) in problems:
         K = min(8, batch_heads)
         B = batch_heads // K
         q = torch.randn(B, K * groups, 1, D, device=args.device, dtype=_dtype(args))
@@ -106,7 +113,7 @@ def _prefill_cases(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], l
         kind = "causal" if causal else "full"
         case = f"prefill, {spelling}, {kind}, batch {B}, length {S}, {H}/{H // groups} heads of {D}"
         cell = {
-            "rows": {"min": MAX_DECODE_ROWS + 1},
+            "rows": {"min": 65},
             "repeated": spelling == "repeat_kv",
             "groups": {"min": 2} if groups > 1 else 1,
             "mask": "none",
@@ -146,7 +153,12 @@ def _dtype(args: argparse.Namespace) -> torch.dtype:
 
 
 def _between(value: int, grid: Sequence[int]) -> dict[str, int]:
-    """The sizes that lie nearer to ``value`` than to its neighbours in ``grid``; open at the ends."""
+    """The sizes that lie nearer to ``value`` than to its neighbours in ``grid``; open at the ends.
+
+    A single point speaks only for sizes up to twice away.
+    """
+    if len(grid) == 1:
+        return {"min": value // 2, "max": value * 2}
     index = grid.index(value)
     bounds = {}
     if index > 0:
@@ -180,27 +192,40 @@ def _rule(cell: dict[str, Any], row: Row) -> dict[str, Any]:
     return {"when": when, "take": take, "speedup": round(speedup, 3), "case": row["case"]}
 
 
-def merged(rules: list[dict[str, Any]]) -> list[dict[str, Any]]:
+SIZES = ("kv_len", "batch_heads", "q_len", "head_dim", "rows", "hidden_size")
+
+
+def merged(rules: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Fewer rules that say the same: where the verdict is one for all cells along a size, the size does not matter.
 
     Each merged rule keeps the worst speed-up of its cells.
     """
-    features = [f for f in rules[0]["when"] if any(r["when"][f] != rules[0]["when"][f] for r in rules)]
-    for feature in features:
-        groups: dict[str, list[dict[str, Any]]] = {}
-        for rule in rules:
-            rest = {f: c for f, c in rule["when"].items() if f != feature}
-            groups.setdefault(json.dumps([rest, feature in rule["when"]]), []).append(rule)
-        cells = {json.dumps(r["when"].get(feature)) for r in rules if feature in r["when"]}
-        rules = [r for group in groups.values() for r in _without(feature, group, len(cells))]
+    families: dict[str, list[dict[str, Any]]] = {}
+    for rule in rules:
+        spelling = {f: c for f, c in rule["when"].items() if f not in SIZES}
+        families.setdefault(json.dumps(spelling), []).append(rule)
     return [
         {"when": r["when"], "take": r["take"], "why": f"measured {r['speedup']:.2f}x stock ({r['case']})"}
-        for r in rules
+        for family in families.values()
+        for r in _merged_family(family)
     ]
 
 
-def _without(feature: str, group: list[dict[str, Any]], cells: int) -> list[dict[str, Any]]:
+def _merged_family(rules: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for size in SIZES:
+        cells = {json.dumps(rule["when"].get(size)) for rule in rules}
+        if len(cells) < 2:
+            continue
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for rule in rules:
+            rest = {f: c for f, c in rule["when"].items() if f != size}
+            groups.setdefault(json.dumps(rest), []).append(rule)
+        rules = [rule for group in groups.values() for rule in _without(size, group, len(cells))]
+    return rules
+
+
+def _without(size: str, group: list[dict[str, Any]], cells: int) -> list[dict[str, Any]]:
     if len(group) < cells or len({rule["take"] for rule in group}) > 1:
         return group
     worst = min(group, key=lambda rule: rule["speedup"])
-    return [{**worst, "when": {f: c for f, c in worst["when"].items() if f != feature}}]
+    return [{**worst, "when": {f: c for f, c in worst["when"].items() if f != size}}]

@@ -1,10 +1,11 @@
-"""The only module that touches Inductor's internals.  Checked on torch 2.11, 2.13 and 2.14.
+"""The only module that touches Inductor's internals.  Run on torch 2.11 and 2.13; read on 2.12, 2.14 and
+2.15.
 
 =====================================  =====================================================================
 internal                               differences between the versions
 =====================================  =====================================================================
 ``ir.UserDefinedTritonKernel``         2.14 also wants ``launch_kwargs``
-mutation analysis of a kernel          2.11: ``identify_mutated_tensors``; from 2.13: ``identify_accessed_tensors``
+mutation analysis of a kernel          2.11: ``identify_mutated_tensors``; from 2.12: ``identify_accessed_tensors``
 ``_post_fusion_custom_pass``           2.11: any callable; from 2.13: a ``CustomSchedulerPass``
 =====================================  =====================================================================
 """
@@ -123,7 +124,7 @@ def _kind_of_argument(value: Any) -> Any:
 
 
 _LAUNCH_KWARGS = (
-    {"launch_kwargs": {}}
+    {"launch_kwargs": ()}
     if "launch_kwargs" in inspect.signature(ir.UserDefinedTritonKernel.__init__).parameters
     else {}
 )

@@ -175,4 +175,6 @@ def _stock_graph(names: tuple[str, ...], values: tuple[Any, ...], literals: dict
         return F.scaled_dot_product_attention(q, k, v, **call)
 
     with torch.no_grad():
-        return make_fx(attention, decomposition_table=select_decomp_table())(*values).graph
+        graph = make_fx(attention, decomposition_table=select_decomp_table())(*values).graph
+    graph.eliminate_dead_code()
+    return graph

@@ -111,12 +111,11 @@ class RewritePass(CustomGraphPass):
         verdict = gate.decide(match, target, self.settings, training=training, taken=taken)
         variant, call = "", None
         if verdict.take:
-            values = match.values()
+            variant = match.operator.plan(**match.values(), target=target).variant
             try:
                 call = match.replace()
-                variant = match.operator.plan(**values, target=target).variant
             except Unmatched as reason:
-                verdict = gate.Verdict(False, str(reason))
+                verdict, variant = gate.Verdict(False, str(reason)), ""
         decision = "rewritten" if call is not None else "declined"
         bound = {k: str(v) for k, v in match.bound.items()}
         site = Site(match.kind, match.pattern, decision, verdict.reason, match.source, variant, bound)

@@ -313,7 +313,7 @@ def _decode_kernel(
 @jit
 def _merge_splits_kernel(
     partial, lse, out, stride_ob, stride_oh, stride_ol, num_heads, len_q,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr,
 ):
     """out row = sum over splits of partial * 2^lse / sum 2^lse, for one row and BLOCK_D of its elements.
 
@@ -323,8 +323,8 @@ def _merge_splits_kernel(
     pid = tl.program_id(0)
     offs_d = (pid % num_chunks) * BLOCK_D + tl.arange(0, BLOCK_D)
     row = (pid // num_chunks).to(tl.int64)
-    splits = tl.arange(0, NUM_SPLITS)
-    part_lse = tl.load(lse + row * NUM_SPLITS + splits)
+    splits = tl.arange(0, PADDED_SPLITS)
+    part_lse = tl.load(lse + row * NUM_SPLITS + splits, mask=splits < NUM_SPLITS, other=float("-inf"))
     top = tl.max(part_lse, axis=0)
     top = tl.where(top == float("-inf"), 0.0, top)
     weights = tl.exp2(part_lse - top)
@@ -457,18 +457,19 @@ are at least this many.  Awaits a measurement."""
 MAX_SPLITS = 256
 """Bounds the tile of the merge kernel (NUM_SPLITS x 32 fp32 values at this size)."""
 
-PROGRAMS_PER_PROCESSOR = 3
-"""Decode programs wanted per multiprocessor: two or three are resident at a time, and fewer in all would
-leave some multiprocessors idle while others still work.  Awaits a measurement."""
+START_BLOCKS, MERGE_BLOCKS = 1.5, 1.25
+"""What starting a decode program and merging the parts cost, in the time of one block of keys.  H200, 128 keys of 128
+bf16 numbers a block (2 us): a program that finds nothing to do takes 3 to 5 us, the merge 2.5 us."""
 
 _SCAN_STAGES = 3  # mask tiles in flight while looking for live blocks: small ones, but each waits for memory
 _MERGE_ELEMENTS = 8192  # fp32 values in a merge program of 128 threads: 64 registers a thread
 
 # Both tables: (family, bytes per element, padded head_dim) -> config.
 
-# Decode reads each key and value once, so what matters is bytes in flight: about 64 KiB per multiprocessor
-# hide the latency of an H200's memory.  Two programs with BLOCK_N = 64, D = 128, bf16 (32 KiB a stage) do.
-# All rows are chosen from shared-memory limits and await a measurement.
+# Decode reads each key and value once, so what matters is bytes in flight: 64 KiB per multiprocessor and more hide
+# the latency of an H200's memory.  sm_90, bf16, D = 128 is measured on an H200: one program of 8 warps with two stages
+# of 64 KiB on each multiprocessor is within 3 % of the best of 11 configurations for every batch size and length,
+# since whole waves are easy to fill with it.  The other rows are chosen from shared-memory limits.
 _DECODE_CONFIGS = {
     ("sm_80", 2, 64): AttentionConfig(0, 128, 4, 3),
     ("sm_80", 2, 128): AttentionConfig(0, 64, 4, 3),
@@ -476,6 +477,8 @@ _DECODE_CONFIGS = {
     ("sm_80", 4, 64): AttentionConfig(0, 64, 4, 3),
     ("sm_80", 4, 128): AttentionConfig(0, 32, 4, 3),
     ("sm_80", 4, 256): AttentionConfig(0, 16, 4, 3),
+    ("sm_90", 2, 128): AttentionConfig(0, 128, 8, 3),
+    ("sm_90", 2, 256): AttentionConfig(0, 64, 8, 3),
     # CDNA: 64 KiB of LDS per compute unit, wavefronts of 64.
     ("gfx9", 2, 64): AttentionConfig(0, 64, 4, 2),
     ("gfx9", 2, 128): AttentionConfig(0, 64, 4, 2),
@@ -492,7 +495,6 @@ _DECODE_CONFIGS = {
 # Prefill.  Starting points are FlexAttention's tables (torch 2.11, _inductor/template_heuristics/triton.py).
 # Where a row differs, theirs spills registers here, or shared memory says otherwise: a wgmma takes 64 rows
 # per group of four warps, and 128 rows x 256 fp32 sums are 128 registers a thread with 8 warps.
-# All rows await a measurement.
 _PREFILL_CONFIGS = {
     ("sm_80", 2, 64): AttentionConfig(128, 64, 4, 3),
     ("sm_80", 2, 128): AttentionConfig(128, 64, 8, 3),
@@ -500,9 +502,10 @@ _PREFILL_CONFIGS = {
     ("sm_80", 4, 64): AttentionConfig(64, 32, 8, 2),
     ("sm_80", 4, 128): AttentionConfig(32, 64, 8, 2),
     ("sm_80", 4, 256): AttentionConfig(32, 16, 8, 2),
-    ("sm_90", 2, 64): AttentionConfig(128, 128, 8, 3),
-    ("sm_90", 2, 128): AttentionConfig(128, 64, 8, 3),
-    ("sm_90", 2, 256): AttentionConfig(128, 32, 8, 3),
+    # Measured on an H200, the best of 7 to 11: 362 to 459 TFLOP/s (D = 128), 372 (64), 375 (256).
+    ("sm_90", 2, 64): AttentionConfig(128, 64, 8, 3),
+    ("sm_90", 2, 128): AttentionConfig(128, 128, 8, 3),
+    ("sm_90", 2, 256): AttentionConfig(128, 64, 8, 2),
     # 99 KiB of shared memory (sm_86, sm_89, sm_120).
     ("sm_89", 2, 64): AttentionConfig(128, 64, 4, 2),
     ("sm_89", 2, 128): AttentionConfig(128, 32, 8, 2),
@@ -524,6 +527,7 @@ _MASKED_PREFILL_CONFIGS = _PREFILL_CONFIGS | {
     ("sm_80", 2, 128): AttentionConfig(128, 32, 8, 3),
     ("sm_89", 2, 64): AttentionConfig(128, 64, 8, 2),
     ("sm_90", 2, 64): AttentionConfig(128, 64, 8, 3),
+    ("sm_90", 2, 128): AttentionConfig(128, 64, 8, 3),
     ("sm_90", 2, 256): AttentionConfig(128, 32, 8, 2),
 }
 
@@ -539,9 +543,9 @@ def _family(target: Target) -> str:
     return {8: "sm_80", 9: "sm_90"}.get(target.capability // 10, "sm_100")
 
 
-def _padded(head_dim: int) -> int:
-    """The tile's head_dim: the next power of two."""
-    return 1 << (head_dim - 1).bit_length()
+def _padded(size: int) -> int:
+    """The size of a tile that holds ``size`` elements: the next power of two."""
+    return 1 << (size - 1).bit_length()
 
 
 def _shared_bytes(config: AttentionConfig, block_d: int, element: int, mask_bytes: int, target: Target) -> int:
@@ -600,17 +604,25 @@ def _choose_config(
     return decode, config
 
 
-def _num_splits(programs: int, num_blocks: int, target: Target) -> int:
-    """Splits of the keys: enough programs for the device, two blocks each at least, a power of two (so that
-    few specialisations are compiled)."""
-    splits = 1
-    while (
-        splits < MAX_SPLITS
-        and programs * splits < PROGRAMS_PER_PROCESSOR * target.num_processors
-        and num_blocks >= 4 * splits
-    ):
-        splits *= 2
-    return splits
+def _resident_programs(config: AttentionConfig, shared_bytes: int, target: Target) -> int:
+    """Decode programs that run at once on ``target``: what shared memory and registers (about 168 a thread) allow."""
+    per_processor = min(target.shared_memory // shared_bytes, 12 // config.num_warps)
+    return max(1, per_processor * target.num_processors)
+
+
+def _num_splits(programs: int, num_blocks: int, resident: int) -> int:
+    """Splits of the keys that finish first: whole waves of resident programs times the work of one program.
+
+    Counted in blocks of keys: a program reads its share, and starting it costs START_BLOCKS; a second launch merges
+    the parts.  Half-full waves are what hurts: 512 programs on 396 places take as long as 792.
+    """
+
+    def duration(splits: int) -> float:
+        waves = ceil_div(programs * splits, resident)
+        merge = MERGE_BLOCKS if splits > 1 else 0.0
+        return waves * (ceil_div(num_blocks, splits) + START_BLOCKS) + merge
+
+    return min(range(1, max(1, min(MAX_SPLITS, num_blocks)) + 1), key=duration)
 
 
 # --- shapes -------------------------------------------------------------------------------------------------
@@ -824,7 +836,9 @@ def plan(
         "NUM_STAGES": config.num_stages,
     }
     if decode:
-        return _decode_plan(q, k, out, args, constexprs, target)
+        mask_bytes = attn_mask.element_size() if has_mask else 0
+        shared = _shared_bytes(config, constexprs["BLOCK_D"], q.element_size(), mask_bytes, target)
+        return _decode_plan(q, k, out, args, constexprs, _resident_programs(config, shared, target))
     # Skipping reads the mask twice.  An additive mask with a value per score is large and seldom holds -inf.
     constexprs["SKIP_BLOCKS"] = constexprs["MASK_IS_BOOL"] or not mask_per_row
     grid = (ceil_div(len_q, config.block_m) * heads * q.shape[0], 1, 1)
@@ -833,12 +847,12 @@ def plan(
     return Plan("portable.prefill", (launch,), {"out": out})
 
 
-def _decode_plan(q: torch.Tensor, k: torch.Tensor, out: Buffer, args: dict, constexprs: dict, target: Target) -> Plan:
+def _decode_plan(q: torch.Tensor, k: torch.Tensor, out: Buffer, args: dict, constexprs: dict, resident: int) -> Plan:
     batch, heads, len_q, head_dim = _sizes(q)
     _, heads_kv, len_k, _ = _sizes(k)
     programs = batch * heads_kv * ceil_div(heads // heads_kv * len_q, constexprs["BLOCK_M"])
     visible = min(hint(len_k), hint(len_q)) if constexprs["IS_CAUSAL"] else hint(len_k)
-    splits = _num_splits(hint(programs), ceil_div(visible, constexprs["BLOCK_N"]), target)
+    splits = _num_splits(hint(programs), ceil_div(visible, constexprs["BLOCK_N"]), resident)
     part = Launch(
         _decode_kernel,
         (programs * splits, 1, 1),
@@ -853,13 +867,13 @@ def _decode_plan(q: torch.Tensor, k: torch.Tensor, out: Buffer, args: dict, cons
     row = splits * head_dim
     parts = {"out": "partial", "lse": "lse"}
     parts |= {"stride_ob": heads * len_q * row, "stride_oh": len_q * row, "stride_ol": row}
-    merge_d = max(16, min(_padded(head_dim), _MERGE_ELEMENTS // splits))
+    merge_d = max(16, min(_padded(head_dim), _MERGE_ELEMENTS // _padded(splits)))
     merge = Launch(
         _merge_splits_kernel,
         (batch * heads * len_q * ceil_div(head_dim, merge_d), 1, 1),
         {name: args[name] for name in ("out", "stride_ob", "stride_oh", "stride_ol", "len_q")}
         | {"partial": "partial", "lse": "lse", "num_heads": heads},
-        {"HEAD_DIM": head_dim, "BLOCK_D": merge_d, "NUM_SPLITS": splits},
+        {"HEAD_DIM": head_dim, "BLOCK_D": merge_d, "NUM_SPLITS": splits, "PADDED_SPLITS": _padded(splits)},
     )
     scratch = {
         "partial": Buffer((batch, heads, len_q, splits, head_dim), torch.float32),

@@ -10,6 +10,7 @@ import dataclasses
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -162,6 +163,7 @@ class Pattern:
             return Miss(self.name, self.kind, node.name, str(reason), source_line(node))
 
 
+_TORCH = str(Path(torch.__file__).parent)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]*)\n\s*(?P<code>[^\n]*)')
 
 
@@ -170,7 +172,9 @@ def source_line(node: fx.Node) -> str:
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
     if not frames:
         return ""
-    last = frames[-1]
+    # The line in torch.nn that a call of the user's led to says less than the call.
+    outside = [f for f in frames if not f["file"].startswith(_TORCH)]
+    last = (outside or frames)[-1]
     return f"{last['file']}:{last['line']}: {last['code'].strip()}"
 
 

@@ -60,7 +60,8 @@ def match(anchor: fx.Node) -> Match | None:
 def _mean_of_squares(radicand: Any) -> tuple[fx.Node, float | fx.Node] | None:
     """The squares under the root and eps; None where the root is of something unrelated (an optimizer, say)."""
     shifted = algebra.plus_scalar(algebra.strip_aliases(radicand))
-    mean, eps = shifted if shifted is not None else (algebra.strip_aliases(radicand), 0.0)
+    mean, eps = shifted if shifted is not None else (radicand, 0.0)
+    mean = algebra.strip_upcast(mean)
     square = algebra.last_dim_mean(mean)
     if square is None:
         if algebra.last_dim_sum(mean) is not None:

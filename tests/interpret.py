@@ -63,23 +63,42 @@ class Interpreter:
         self._process.wait()
 
 
-def _round_bfloat16_to_nearest() -> None:
-    """Triton's interpreter (3.6) truncates float32 to bfloat16, as no GPU does: lend it torch's rounding."""
+def _mend_interpreter() -> None:
+    """What Triton 3.6's interpreter does unlike any GPU: it truncates float32 to bfloat16 instead of rounding,
+    multiplies the bit patterns of bfloat16 in ``tl.dot``, and ends a ``range`` over a kernel's integer with
+    NumPy 2.4, which no longer converts an array of one element to ``int``.
+    """
+    import triton.language as tl
     from triton.runtime import interpreter
 
-    original = interpreter._convert_float
+    convert_float, patch_tensor = interpreter._convert_float, interpreter._patch_lang_tensor
+    create_dot = interpreter.InterpreterBuilder.create_dot
 
-    def convert_float(data, input_dtype, output_dtype, rounding_mode):
+    def convert_float_rounded(data, input_dtype, output_dtype, rounding_mode):
         if (input_dtype.name, output_dtype.name) == ("fp32", "bf16"):
             values = torch.from_numpy(data.astype(np.float32, copy=True))
             return values.to(torch.bfloat16).view(torch.uint16).numpy()
-        return original(data, input_dtype, output_dtype, rounding_mode)
+        return convert_float(data, input_dtype, output_dtype, rounding_mode)
 
-    interpreter._convert_float = convert_float
+    def patch_tensor_and_index(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def widened(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_wide_dot(self, a, b, *rest):
+        return create_dot(self, widened(a), widened(b), *rest)
+
+    interpreter._convert_float = convert_float_rounded
+    interpreter._patch_lang_tensor = patch_tensor_and_index
+    interpreter.InterpreterBuilder.create_dot = create_wide_dot
 
 
 def _serve() -> None:
-    _round_bfloat16_to_nearest()
+    _mend_interpreter()
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a kernel prints must not mix with the replies
     torch.set_num_threads(1)

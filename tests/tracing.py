@@ -6,6 +6,7 @@ No code is generated: what comes out of the pass runs node by node, on the opera
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -146,7 +147,8 @@ def describe(graph: fx.Graph) -> str:
             continue
         numbers[node] = f"%{len(numbers)}"
         call = "input" if node.op == "placeholder" else f"{_name(node.target)}({arguments})"
-        lines.append(f"{numbers[node]} = {call}{_type(node.meta.get('val'))}")
+        text = f"{numbers[node]} = {call}{_type(node.meta.get('val'))}"
+        lines += textwrap.wrap(text, 100, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines) + "\n"
 
 
@@ -156,10 +158,10 @@ def _name(target: Any) -> str:
 
 def _words(args: Iterable[Any], kwargs: dict[str, Any], numbers: dict[fx.Node, str]) -> Iterable[str]:
     for argument in fx.map_arg(list(args), lambda n: _Word(numbers[n])):
-        yield str(argument)
+        yield _SHORT.get(argument, str(argument)) if isinstance(argument, torch.dtype) else str(argument)
     for name, argument in fx.map_arg(kwargs, lambda n: _Word(numbers[n])).items():
         if argument is not None:
-            yield f"{name}={argument}"
+            yield f"{name}={_SHORT.get(argument, argument) if isinstance(argument, torch.dtype) else argument}"
 
 
 class _Word(str):
@@ -171,7 +173,14 @@ class _Word(str):
         return str(self)
 
 
-_SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.bool: "bool", torch.int64: "i64"}
+_SHORT = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.bool: "bool",
+    torch.int64: "i64",
+}
 
 
 def _type(value: Any) -> str:
