@@ -32,7 +32,7 @@ MAX_DECODE_ROWS = 16
 """One tile of the decode kernel; more rows (speculative decoding) have a larger tile and were not measured."""
 
 # The grids: every combination of sizes is a cell.
-WIDE = {"kv_len": (512, 4096, 32768), "batch_heads": (8, 128), "head_dim": (64, 128)}
+WIDE = {"kv_len": (512, 4096, 32768), "batch_heads": (8, 128), "head_dim": (128,)}
 NARROW = {"kv_len": (4096,), "batch_heads": (8, 128), "head_dim": (128,)}
 # Spelling, query heads of a KV head, mask, grid.
 DECODE = (

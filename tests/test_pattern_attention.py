@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import ModuleType
 
@@ -230,20 +231,19 @@ def test_repeated_heads_with_another_reader_are_still_read_once(tracing: ModuleT
 
 @pytest.mark.parametrize("dims", [(0,), (2,), (0, 2)])
 def test_repeated_heads_under_dynamic_shapes(dims: tuple[int, ...], tracing: ModuleType) -> None:
-    def model(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    def model(q: Tensor, kv: Tensor, m: Tensor) -> Tensor:
+        k, v = kv.unbind()
         mask = m[:, :, :, : k.shape[-2]].expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         return attention(q, repeat_kv(k, R), repeat_kv(v, R), mask).transpose(1, 2).contiguous()
 
-    args = (*heads(H, G), boolean(B, 1, 1, S))
-    for t in args:
-        for d in dims:
-            if t.shape[d] > 1:
-                torch._dynamo.mark_dynamic(t, d)
-    if 2 in dims:
-        torch._dynamo.mark_dynamic(args[3], 3)
-    traced = rewritten(tracing, model, *args)
+    q, kv, mask = tensor(B, H, L, D), tensor(2, B, G, S, D, seed=1), boolean(B, 1, 1, S)
+    for d in dims:
+        torch._dynamo.mark_dynamic(q, d)
+        torch._dynamo.mark_dynamic(kv, d + 1)
+        torch._dynamo.mark_dynamic(mask, {0: 0, 2: 3}[d])
+    traced = rewritten(tracing, model, q, kv, mask)
     assert traced.report.sites[0].bound["repeat_kv"] == str(R)
-    assert "slice" not in traced.after.replace("aten.slice.Tensor(%", "", 1) or "expand" not in traced.after
+    assert "expand" not in traced.after and "clone" not in traced.after.split("portable_ops.attention")[0]
 
 
 def test_graph_before_and_after(tracing: ModuleType) -> None:
@@ -356,7 +356,9 @@ def test_autocast(dtype: torch.dtype, tracing: ModuleType) -> None:
             assert traced.report.rewritten["attention"] == 1
             assert traced.result.dtype == dtype
             torch.testing.assert_close(traced.result, run(*args), rtol=2e-2, atol=2e-2)
-            assert tracing.trace(run, *args, gate="never").after == tracing.stock_graph(run, *args)
+            # The order of the casts in front is the evaluation order of C++ arguments: compare without it.
+            back, stock = tracing.trace(run, *args, gate="never").after, tracing.stock_graph(run, *args)
+            assert sorted(re.sub(r"%\d+", "%", back).splitlines()) == sorted(re.sub(r"%\d+", "%", stock).splitlines())
 
 
 # --------------------------------------------------------------------------------------------- back to stock's graph
@@ -366,7 +368,6 @@ STOCK: dict[str, tuple[Callable, tuple]] = {
     **FORMS,
     **{f"mask: {name}": (lambda q, k, v, m: attention(q, k, v, m), (*heads(), mask)) for name, mask in MASKS.items()},
     "repeat_kv": (lambda q, k, v: attention(q, repeat_kv(k, R), repeat_kv(v, R), is_causal=True), heads(H, G)),
-    "three": (lambda *args: Model()(*args), (tensor(B, L, H * D), boolean(B, 1, L, L))),
 }
 STOCK_SAMPLE = (
     "plain",
@@ -432,8 +433,6 @@ def test_on_a_cpu_the_default_gate_leaves_stock(tracing: ModuleType) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- not pinned
-
-LOWERED = "a gradient is needed and the attention kernels have no backward"
 
 NOT_PINNED: dict[str, tuple[Callable, tuple, str]] = {
     "dropout": (
