@@ -6,6 +6,7 @@
     llama              a Hugging Face Llama from end to end
     sweep              where each operator pays; --write-table writes the gate's table
     report             write docs/performance.md from the results
+    tables             write the gate's tables from the results of sweeps
 
 On a GPU the figures are written to benchmarks/results/<gpu>/<NAME>.json.  Where torch and Triton are there
 already, ``pip install --no-index --no-deps --no-build-isolation -e .`` installs the rest without a network.
@@ -78,6 +79,15 @@ def command_line(name: str, argv: list[str]) -> str:
     return shlex.join(["python", "-m", "benchmarks", name, *kept])
 
 
+def tables() -> int:
+    """Write the gate's tables from the results of sweeps that lie in benchmarks/results."""
+    from . import sweep
+
+    for path in sweep.write_tables():
+        harness.progress.print(f"written to {path}", highlight=False)
+    return 0
+
+
 def main(argv: list[str]) -> int:
     """Run what ``argv`` says; the exit status is 1 if an implementation was wrong."""
     if not argv or argv[0] in ("-h", "--help"):
@@ -86,8 +96,10 @@ def main(argv: list[str]) -> int:
     name, *rest = argv
     if name == "report":
         return report.main(rest)
+    if name == "tables":
+        return tables()
     if name not in BENCHMARKS:
-        print(f"no benchmark is called {name!r}; there are {', '.join(BENCHMARKS)} and report", file=sys.stderr)
+        print(f"no benchmark is called {name!r}; there are {', '.join(BENCHMARKS)} report and tables", file=sys.stderr)
         return 2
     module = importlib.import_module(f".{name}", __package__)
     args = parse(name, module, rest)
@@ -102,6 +114,8 @@ def main(argv: list[str]) -> int:
     run.show(f"{name} on {where} ({versions}), commit {commit[:12]}")
     if args.out is not None:
         harness.progress.print(f"written to {args.out}", highlight=False)
+    if getattr(args, "write_table", False) and args.out is not None:
+        tables()
     return 0 if all(row["correct"] in (True, None) for row in run.rows) else 1
 
 

@@ -1,8 +1,9 @@
 """Measures where each operator pays, and writes the gate's table from it.
 
 Each case is a cell of a grid of sizes; a size between two grid points belongs to the nearer one (by ratio), and
-beyond the last one to the last.  ``--write-table`` turns the cells into the rules of
-``inductor_ext/gate_tables/<arch>.json``: take a rewrite where it is at least 2 % faster than stock Inductor.
+beyond the last one to the last.  ``python -m benchmarks tables`` turns the cells of all committed results into the rules
+of ``inductor_ext/gate_tables/<arch>.json``: take a rewrite where it is at least 2 % faster than stock Inductor.
+``--write-table`` does that after the sweep.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from . import decode_attention, prefill_attention, rms_norm
 from .harness import kernel_case
-from .results import BASELINE, Row
+from .results import BASELINE, RESULTS, Row
 from .truth import attention_truth
 
 OURS = "portable_ops gate=always"
@@ -55,17 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Iterator[list[Row]]:
-    """Measure every cell, then write the table if asked to."""
-    measured: list[tuple[str, dict[str, Any], Row]] = []
+    """The rows of one cell after another; ``--write-table`` is done where the results are written."""
+    arch = device_target(torch.device(args.device)).arch
     for operator in args.only:
         for cell, rows in _CASES[operator](args):
-            for row in rows:
-                row["cell"] = cell
-            ours = next(row for row in rows if row["impl"] == OURS)
-            measured.append((_NAMES[operator], cell, ours))
-            yield rows
-    if args.write_table:
-        write_table(measured, args)
+            yield [{**row, "operator": _NAMES[operator], "arch": arch, "cell": cell} for row in rows]
 
 
 def _decode_cases(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Row]]]:
@@ -168,21 +164,27 @@ def _between(value: int, grid: Sequence[int]) -> dict[str, int]:
     return bounds
 
 
-def write_table(measured: Sequence[tuple[str, dict[str, Any], Row]], args: argparse.Namespace) -> None:
-    """Write the rules for this GPU's architecture; operators that were not measured keep theirs."""
-    arch = device_target(torch.device(args.device)).arch
-    path = TABLES / f"{arch}.json"
-    table = json.loads(path.read_text()) if path.exists() else {"rules": {}}
-    for group in dict.fromkeys(_group(name, cell) for name, cell, _ in measured):
-        rules = [_rule(cell, row) for name, cell, row in measured if _group(name, cell) == group]
-        kept = [r for r in table["rules"].get(group[0], []) if _group(group[0], r["when"]) != group]
-        table["rules"][group[0]] = kept + merged(rules)
-    path.write_text(json.dumps(table, indent=1) + "\n")
+def write_tables(results: Sequence[Path] = ()) -> list[Path]:
+    """Write the gate's tables from sweep results (default: all that are committed); returns the tables' paths."""
+    rows: dict[str, list[Row]] = {}
+    for path in results or sorted(RESULTS.glob("*/sweep.json")):
+        for row in json.loads(path.read_text())["rows"]:
+            if row["impl"] == OURS:
+                rows.setdefault(row["arch"], []).append(row)
+    written = []
+    for arch, measured in rows.items():
+        written.append(TABLES / f"{arch}.json")
+        written[-1].parent.mkdir(exist_ok=True)
+        written[-1].write_text(json.dumps({"rules": rules_of(measured)}, indent=1) + "\n")
+    return written
 
 
-def _group(name: str, cell: dict[str, Any]) -> tuple[str, str]:
-    """Cells of one sweep: an operator, and for attention its regime."""
-    return name, json.dumps(cell["rows"]) if name.endswith("attention") else ""
+def rules_of(measured: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
+    """The rules by operator that say what ``measured`` cells say."""
+    operators = dict.fromkeys(row["operator"] for row in measured)
+    return {
+        name: merged([_rule(row["cell"], row) for row in measured if row["operator"] == name]) for name in operators
+    }
 
 
 def _rule(cell: dict[str, Any], row: Row) -> dict[str, Any]:

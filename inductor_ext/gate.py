@@ -61,6 +61,8 @@ def decide(match: Match, target: Target, settings: Settings, *, training: bool, 
         return Verdict(False, f"max_rewrites={settings.max_rewrites} is reached")
     if settings.gate == "always":
         return Verdict(True, "gate=always")
+    if match.operator.plan is None:
+        return Verdict(False, "recognised; there is no kernel for it yet")
     if training:
         return Verdict(False, "a training graph: stock saves less for backward than a rewrite would")
     if match.shared():

@@ -81,9 +81,7 @@ class Report:
 
     def times(self, calls: int) -> Report:
         """The report of a region that runs ``calls`` times in a graph: every site counts that often."""
-        return dataclasses.replace(
-            self, sites=tuple(dataclasses.replace(s, count=s.count * calls) for s in self.sites)
-        )
+        return dataclasses.replace(self, sites=tuple(dataclasses.replace(s, count=s.count * calls) for s in self.sites))
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -71,58 +71,76 @@ class RewritePass(CustomGraphPass):
             self.after(graph)
 
     def rewrite(self, graph: fx.Graph) -> Report:
-        """Rewrite ``graph`` in place and say what was done."""
-        target = decision_target(self.settings, graph_device(graph))
-        training = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes)
-        sites: list[Site] = []
-        misses: list[Miss] = []
-        traced: dict[Any, fx.Graph] = {}
-        erased: set[fx.Node] = set()
-        settled: set[fx.Node] = set()
-        taken = 0
-        for pattern in _patterns:
-            for node in pattern.candidates(graph):
-                if node in erased or node in settled:
-                    continue
-                found = pattern.try_match(node)
-                if isinstance(found, Match):
-                    site, call = self._decide(found, target, training, taken)
-                    sites.append(site)
-                    if call is not None:
-                        taken += 1
-                        settled.add(call)
-                        erased |= _erase_unused(found)
-                        continue
-                elif found is not None and pattern is LOWERED_ATTENTION_PATTERN:
-                    sites.append(Site(found.kind, found.pattern, "declined", found.reason, found.source))
-                elif found is not None:
-                    misses.append(found)
-                if node.target is ATTENTION.op:
-                    settled |= unpin(node, traced)
-        return Report(
-            sites=tuple(sites),
-            misses=tuple(misses),
-            settings=self.settings.to_dict(),
-            target=target.arch,
-            versions=versions(),
-        )
-
-    def _decide(self, match: Match, target: Target, training: bool, taken: int) -> tuple[Site, fx.Node | None]:
-        verdict = gate.decide(match, target, self.settings, training=training, taken=taken)
-        variant, call = "", None
-        if verdict.take:
-            variant = match.operator.plan(**match.values(), target=target).variant
-            try:
-                call = match.replace()
-            except Unmatched as reason:
-                verdict, variant = gate.Verdict(False, str(reason)), ""
-        decision = "rewritten" if call is not None else "declined"
-        bound = {k: str(v) for k, v in match.bound.items()}
-        site = Site(match.kind, match.pattern, decision, verdict.reason, match.source, variant, bound)
-        return site, call
+        """Rewrite ``graph`` in place, in graph order, and say what was done."""
+        return _Rewriting(graph, self.settings).run()
 
     def uuid(self) -> Any:
         return joined_uuid(self.settings, self.after) if self.cacheable else None
+
+
+class _Rewriting:
+    """The state of one graph while it is rewritten."""
+
+    def __init__(self, graph: fx.Graph, settings: Settings) -> None:
+        self.graph, self.settings = graph, settings
+        self.device = graph_device(graph)
+        self.target = decision_target(settings, self.device)
+        self.training = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes)
+        self.sites: list[Site] = []
+        self.misses: list[Miss] = []
+        self.taken = 0
+        self.erased: set[fx.Node] = set()
+        self.traced: dict[Any, fx.Graph] = {}
+
+    def run(self) -> Report:
+        for node in list(self.graph.nodes):
+            if node.op != "call_function":
+                continue
+            for pattern in _patterns:
+                if node not in self.erased and pattern.anchors(node):
+                    self._try(pattern, node)
+        return Report(
+            sites=tuple(self.sites),
+            misses=tuple(self.misses),
+            settings=self.settings.to_dict(),
+            target=self.target.arch,
+            versions=versions(),
+        )
+
+    def _try(self, pattern: Pattern, node: fx.Node) -> None:
+        found = pattern.try_match(node)
+        if isinstance(found, Match):
+            self._decide(found)
+        elif found is not None and pattern is LOWERED_ATTENTION_PATTERN:
+            self.sites.append(Site(found.kind, found.pattern, "declined", found.reason, found.source))
+        elif found is not None:
+            self.misses.append(found)
+        if node not in self.erased and node.target is ATTENTION.op:
+            unpin(node, self.traced)
+            self.erased.add(node)
+
+    def _decide(self, match: Match) -> None:
+        verdict = gate.decide(match, self.target, self.settings, training=self.training, taken=self.taken)
+        variant = ""
+        if verdict.take:
+            variant = self._variant(match)
+            try:
+                match.replace()
+            except Unmatched as reason:
+                verdict, variant = gate.Verdict(False, str(reason)), ""
+        if verdict.take:
+            self.taken += 1
+            self.erased |= _erase_unused(match)
+        decision = "rewritten" if verdict.take else "declined"
+        bound = {k: str(v) for k, v in match.bound.items()}
+        self.sites.append(Site(match.kind, match.pattern, decision, verdict.reason, match.source, variant, bound))
+
+    def _variant(self, match: Match) -> str:
+        """What will run: a kernel variant, or the operator's reference where there is no kernel for the device."""
+        on_cpu = self.settings.target is None and device_target(self.device).backend == "cpu"
+        if on_cpu or match.operator.plan is None:
+            return "reference"
+        return match.operator.plan(**match.values(), target=self.target).variant
 
 
 def joined_uuid(settings: Settings, after: Callable[[fx.Graph], None] | None) -> str | None:

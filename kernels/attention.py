@@ -317,7 +317,8 @@ def _merge_splits_kernel(
 ):
     """out row = sum over splits of partial * 2^lse / sum 2^lse, for one row and BLOCK_D of its elements.
 
-    A part whose lse is -inf was never written and is not read.
+    A part whose lse is -inf was never written and does not count.  Few parts are loaded without waiting for their
+    lse to say so, many are not loaded in vain.
     """
     num_chunks: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
     pid = tl.program_id(0)
@@ -325,16 +326,20 @@ def _merge_splits_kernel(
     row = (pid // num_chunks).to(tl.int64)
     splits = tl.arange(0, PADDED_SPLITS)
     part_lse = tl.load(lse + row * NUM_SPLITS + splits, mask=splits < NUM_SPLITS, other=float("-inf"))
+    wanted = splits < NUM_SPLITS
+    if NUM_SPLITS > 32:
+        wanted = part_lse != float("-inf")
+    parts = tl.load(
+        partial + (row * NUM_SPLITS + splits)[:, None] * HEAD_DIM + offs_d[None, :],
+        mask=wanted[:, None] & (offs_d < HEAD_DIM)[None, :],
+        other=0.0,
+    )
     top = tl.max(part_lse, axis=0)
     top = tl.where(top == float("-inf"), 0.0, top)
     weights = tl.exp2(part_lse - top)
     total = tl.sum(weights, axis=0)
     weights = weights / tl.where(total == 0.0, 1.0, total)
-    parts = tl.load(
-        partial + (row * NUM_SPLITS + splits)[:, None] * HEAD_DIM + offs_d[None, :],
-        mask=(part_lse != float("-inf"))[:, None] & (offs_d < HEAD_DIM)[None, :],
-        other=0.0,
-    )
+    parts = tl.where((part_lse != float("-inf"))[:, None], parts, 0.0)
     result = tl.sum(parts * weights[:, None], axis=0)
     position = row % len_q
     head = (row // len_q) % num_heads

@@ -22,14 +22,14 @@ class Operator:
 
     ``op``: the overload that stands in graphs.  ``reference(*args)``: plain torch, any device.
     ``supports(*args, target=...)``: None, or why no kernel here can do it, in one line; works on fake and
-    meta tensors.  ``plan(*args, target=...)``: the launches; only called when ``supports`` said None.
-    ``params``: the operator's argument names in order.
+    meta tensors.  ``plan(*args, target=...)``: the launches; only called when ``supports`` said None; None for an
+    operator that has no kernel yet, only its meaning.  ``params``: the operator's argument names in order.
     """
 
     op: torch._ops.OpOverload
     reference: Callable[..., Any]
     supports: Callable[..., str | None]
-    plan: Callable[..., Plan]
+    plan: Callable[..., Plan] | None
     params: tuple[str, ...]
 
     @property
@@ -50,7 +50,7 @@ def define_operator(
     *,
     reference: Callable[..., Any],
     supports: Callable[..., str | None],
-    plan: Callable[..., Plan],
+    plan: Callable[..., Plan] | None = None,
     fake: Callable[..., Any] | None = None,
     autocast: bool = False,
 ) -> Operator:
@@ -79,7 +79,8 @@ def define_operator(
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     torch.library.impl(qualname, "CompositeExplicitAutograd")(reference)
-    torch.library.impl(qualname, "CUDA")(on_gpu)
+    if plan is not None:
+        torch.library.impl(qualname, "CUDA")(on_gpu)
     torch.library.register_fake(qualname)(fake or reference)
     if autocast:
         for device_type in ("CUDA", "CPU"):
@@ -87,16 +88,22 @@ def define_operator(
     return operator
 
 
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
+
+
 def _autocast(operator: Operator, device_type: str) -> Callable[..., Any]:
     """The autocast kernel; ``register_autocast`` would fix one dtype for good."""
+    below = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}"))
 
     def cast_and_call(*args: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
-        bound = {
-            name: a.to(dtype) if isinstance(a, torch.Tensor) and a.dtype.is_floating_point else a
-            for name, a in operator.bind(args, kwargs).items()
-        }
-        with torch._C._AutoDispatchBelowAutocast():
+        bound = operator.bind(args, kwargs)
+        for name, value in reversed(bound.items()):  # torch's own casts stand in this order in a graph
+            if isinstance(value, torch.Tensor) and value.dtype.is_floating_point:
+                bound[name] = value.to(dtype)
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
             return operator.op(**bound)
 
     return cast_and_call

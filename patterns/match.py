@@ -153,9 +153,6 @@ class Pattern:
     anchors: Callable[[fx.Node], bool]
     match: Callable[[fx.Node], Match | None]
 
-    def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
-        return (node for node in list(graph.nodes) if node.op == "call_function" and self.anchors(node))
-
     def try_match(self, node: fx.Node) -> Match | Miss | None:
         try:
             return self.match(node)

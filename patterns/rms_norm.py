@@ -46,7 +46,7 @@ def match(anchor: fx.Node) -> Match | None:
     h = algebra.strip_upcast(computed)
     if algebra.dtype_of(computed) != torch.float32:
         raise Unmatched(f"the squares are computed in {algebra.dtype_of(computed)}, not float32")
-    if algebra.is_op(h, aten.sub):
+    if algebra.is_op(h, aten.sub) and algebra.is_op(algebra.strip_upcast(h.args[1]), aten.mean):
         raise Unmatched("a difference is normalised, as LayerNorm does with its mean")
     if algebra.dtype_of(anchor) != torch.float32:
         raise Unmatched(f"the inverse root is computed in {algebra.dtype_of(anchor)}, not float32")

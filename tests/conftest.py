@@ -19,9 +19,7 @@ from portable_ops.kernels.target import Target
 
 def _load_sibling(name: str) -> ModuleType:
     """Tests are flat files that pytest imports by path, so they cannot import each other by name."""
-    spec = importlib.util.spec_from_file_location(
-        f"portable_ops_tests_{name}", Path(__file__).with_name(f"{name}.py")
-    )
+    spec = importlib.util.spec_from_file_location(f"portable_ops_tests_{name}", Path(__file__).with_name(f"{name}.py"))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
@@ -100,9 +98,7 @@ def compile_ahead() -> Callable[..., list[Compiled]]:
     pytest.importorskip("triton")
 
     def compile_ahead(plan: Plan, operands: Mapping, target: Target) -> list[Compiled]:
-        return [
-            _compile(launch, {**operands, **plan.scratch, **plan.outputs}, target) for launch in plan.launches
-        ]
+        return [_compile(launch, {**operands, **plan.scratch, **plan.outputs}, target) for launch in plan.launches]
 
     return compile_ahead
 
@@ -142,9 +138,7 @@ def _spilled_bytes(ptx: str) -> int:
     tools = triton.knobs.nvidia
     arch = re.search(r"^\.target (\w+)", ptx, re.MULTILINE).group(1)
     # sm_100 and later: a second ptxas that comes with Triton
-    ptxas = (
-        getattr(tools, "ptxas_blackwell", tools.ptxas) if int(re.sub(r"\D", "", arch)) >= 100 else tools.ptxas
-    )
+    ptxas = getattr(tools, "ptxas_blackwell", tools.ptxas) if int(re.sub(r"\D", "", arch)) >= 100 else tools.ptxas
     output = subprocess.run(
         [ptxas.path, "--verbose", f"--gpu-name={arch}", "--output-file=/dev/null", "-"],
         input=ptx,

@@ -357,8 +357,12 @@ def test_what_is_no_residual_add(tracing: ModuleType) -> None:
     def shifted(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x + 1.0, weight)
 
+    def difference(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:  # the Differential Transformer's
+        return rms_norm(x - 0.5 * residual, weight)
+
     x, residual, weight = tensor(2, 3, N), tensor(2, 3, N, seed=1), tensor(N, seed=2)
-    for block, args in [(broadcast, (x, weight, weight)), (scaled, (x, residual, weight)), (shifted, (x, x, weight))]:
+    three = (x, residual, weight)
+    for block, args in [(broadcast, (x, weight, weight)), (scaled, three), (shifted, three), (difference, three)]:
         with torch.no_grad():
             traced = tracing.trace(block, *args, gate="always")
         assert [(s.pattern, s.decision) for s in traced.report.sites] == [("rms_norm", "rewritten")], block
@@ -633,6 +637,25 @@ def test_marked_dimensions(dims: tuple[int, ...], tracing: ModuleType) -> None:
     assert [(s.pattern, s.decision) for s in traced.report.sites] == [("add_rms_norm", "rewritten")]
     assert "[s" in traced.after or ", s" in traced.after
     tracing.assert_as_good_as_eager(traced.result, lambda x, r: model(x + r), x, residual)
+
+
+def test_sizes_that_only_the_data_knows(tracing: ModuleType) -> None:
+    def block(x: Tensor, residual: Tensor, keep: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        total = x[keep] + residual[keep]
+        return rms_norm(total, weight), total
+
+    args = tensor(6, N), tensor(6, N, seed=1), torch.arange(6) % 3 > 0, tensor(N, seed=2)
+    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        traced = tracing.trace(block, *args, gate="always")
+    assert [(s.pattern, s.decision) for s in traced.report.sites] == [("add_rms_norm", "rewritten")]
+    tracing.assert_as_good_as_eager(traced.result, block, *args)
+
+
+def test_a_hidden_size_that_is_dynamic_is_declined() -> None:
+    x = tensor(2, 3, N)
+    torch._dynamo.mark_dynamic(x, 2)
+    report = explained(lambda x: x * torch.rsqrt(mean_square(x.float()) + EPS), x)
+    assert [s.reason for s in report.declined] == ["the hidden size of x is dynamic"]
 
 
 def test_a_marked_sequence_of_transposed_heads(tracing: ModuleType) -> None:
