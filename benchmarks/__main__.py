@@ -4,6 +4,7 @@
     prefill_attention  attention of whole prompts
     rms_norm           RMSNorm with a residual sum
     llama              a Hugging Face Llama from end to end
+    pass_speed         how long the pass takes, and how that grows with the graph; needs no GPU
     sweep              where each operator pays; --write-table writes the gate's table
     report             write docs/performance.md from the results
     tables             write the gate's tables from the results of sweeps
@@ -25,7 +26,7 @@ import torch
 
 from . import harness, report, results
 
-BENCHMARKS = ("decode_attention", "prefill_attention", "rms_norm", "llama", "sweep")
+BENCHMARKS = ("decode_attention", "prefill_attention", "rms_norm", "llama", "pass_speed", "sweep")
 TINY_IMPLS = ("eager", results.BASELINE, "portable_ops", "portable_ops gate=always")
 DEFAULT_IMPLS = (*TINY_IMPLS, "portable_ops gate=never")
 
@@ -57,10 +58,10 @@ def parse(name: str, module: ModuleType, argv: list[str]) -> argparse.Namespace:
     if args.tiny:
         args.repetitions = 3
         vars(args).update(getattr(module, "TINY", {}))
-    elif not args.device.startswith("cuda"):
+    elif not args.device.startswith("cuda") and not getattr(module, "ANYWHERE", False):
         parser.error("figures mean something on a GPU only; without one, --tiny checks that all of it runs")
     args.impl = args.impl or list(TINY_IMPLS if args.tiny else getattr(module, "IMPLS", DEFAULT_IMPLS))
-    if args.out is None and not args.tiny:
+    if args.out is None and not args.tiny and args.device.startswith("cuda"):
         gpu = torch.cuda.get_device_name(args.device)
         args.out = results.RESULTS / results.slug(gpu) / f"{name}.json"
     return args

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -62,16 +63,21 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _load(factory: str) -> tuple[Any, tuple, dict[str, Any]]:
     module_name, _, function = factory.partition(":")
-    if not module_name or not function:
+    if not module_name or not function or module_name.startswith("."):
         raise _BadFactory(f"{factory!r} is not of the form MODULE:FUNCTION")
     sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise _BadFactory(f"module {module_name!r} cannot be imported: {error}") from error
-    if not hasattr(module, function):
+    make = getattr(module, function, None)
+    if not callable(make):
         raise _BadFactory(f"module {module_name!r} has no function {function!r}")
-    made = getattr(module, function)()
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise _BadFactory(f"{factory} must be callable without arguments: {error}") from error
+    made = make()
     if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
         raise _BadFactory(f"{factory} must return (model, example inputs), got {type(made).__name__}")
     model, inputs = made

@@ -18,7 +18,7 @@ def clone(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def region_calls(graph: fx.Graph) -> list[tuple[fx.Graph, int]]:
-    """The graphs of the nested regions that ``graph`` calls (``torch.compiler.nested_compile_region``), and how often."""
+    """The graphs of nested regions (``torch.compiler.nested_compile_region``) that ``graph`` calls, and how often."""
     calls: collections.Counter[str] = collections.Counter(
         node.args[0].target
         for node in graph.nodes

@@ -1,5 +1,6 @@
-"""The only module that touches Inductor's internals.  Run on torch 2.11 and 2.13; read on 2.12, 2.14 and
-2.15.
+"""The only module that touches Inductor's internals.
+
+Checked on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0 (on an H200: 2.11.0; elsewhere the generated code); read on 2.12.0.
 
 =====================================  =====================================================================
 internal                               differences between the versions
@@ -62,17 +63,20 @@ def empty(buffer: Buffer, device: torch.device) -> Any:
 
 
 @functools.cache
-def _configured(kernel: Any, num_warps: int, num_stages: int) -> int:
-    """The side-table index of ``kernel`` with its launch options (one configuration: nothing is tuned)."""
+def _configured(kernel: Any, num_warps: int, num_stages: int) -> Any:
+    """``kernel`` with its launch options (one configuration: nothing is tuned)."""
     config = triton.Config({}, num_warps=num_warps, num_stages=num_stages)
-    return triton_kernel_wrap.kernel_side_table.add_kernel(triton.autotune([config], key=[])(kernel))
+    return triton.autotune([config], key=[])(kernel)
 
 
 def launch(launch: Launch, args: Mapping[str, Any]) -> list[str]:
     """Emit one kernel start with ``args`` by parameter name; returns the parameters that it stores to."""
+    # Equal kernels get the index that they have; from torch 2.12 on, torch._dynamo.reset() empties the table.
+    configured = _configured(launch.kernel, launch.num_warps, launch.num_stages)
+    index = triton_kernel_wrap.kernel_side_table.add_kernel(configured)
     with _remembered_analysis():
         node = ir.UserDefinedTritonKernel(
-            kernel_idx=_configured(launch.kernel, launch.num_warps, launch.num_stages),
+            kernel_idx=index,
             grid=[tuple(expression(size) for size in (*launch.grid, 1, 1)[:3])],
             tma_descriptor_metadata={},
             kernel_args={**args, **launch.constexprs},

@@ -15,7 +15,10 @@ from ..kernels.attention import ATTENTION
 from ..kernels.launch import Launch
 from ..kernels.operator import Operator
 from ..kernels.rms_norm import ADD_RMS_NORM, RMS_NORM
+from ..kernels.rope import ROPE
+from ..kernels.swiglu import SWIGLU
 from ..kernels.target import device_target
+from ..kernels.topk import TOPK
 from . import inductor_compat as inductor
 
 _registered: dict[str, Operator] = {}
@@ -31,6 +34,11 @@ def register_operator(operator: Operator) -> None:
     if operator.name not in _registered:
         _registered[operator.name] = operator
         inductor.register_lowering(operator.op, _lowering(operator))
+
+
+def registered_operators() -> list[Operator]:
+    """All operators that Inductor can lower, ours and those of third parties."""
+    return list(_registered.values())
 
 
 def _lowering(operator: Operator) -> Callable[..., Any]:
@@ -74,5 +82,5 @@ def _emit(operator: Operator, launch: Launch, boxes: dict[str, Any], inputs: set
         )
 
 
-for _operator in (ATTENTION, RMS_NORM, ADD_RMS_NORM):
+for _operator in (ATTENTION, RMS_NORM, ADD_RMS_NORM, ROPE, SWIGLU, TOPK):
     register_operator(_operator)

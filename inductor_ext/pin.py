@@ -9,6 +9,7 @@ keys already repeated, or plain matmuls.  So a call that our kernels could serve
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -166,6 +167,7 @@ def unpin(node: fx.Node, traced: dict[Any, fx.Graph]) -> set[fx.Node]:
 
 def _stock_graph(names: tuple[str, ...], values: tuple[Any, ...], literals: dict[str, Any]) -> fx.Graph:
     """The ATen graph of plain attention, traced with Inductor's decompositions."""
+    from torch._guards import detect_fake_mode
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -174,7 +176,8 @@ def _stock_graph(names: tuple[str, ...], values: tuple[Any, ...], literals: dict
         q, k, v = call.pop("q"), call.pop("k"), call.pop("v")
         return F.scaled_dot_product_attention(q, k, v, **call)
 
-    with torch.no_grad():
+    # The fake mode of the values, so that constants which attention makes are fake as well (on the meta device).
+    with torch.no_grad(), detect_fake_mode(values) or contextlib.nullcontext():
         graph = make_fx(attention, decomposition_table=select_decomp_table())(*values).graph
     graph.eliminate_dead_code()
     return graph

@@ -64,8 +64,9 @@ class Report:
 
     @property
     def rewritten(self) -> dict[str, int]:
-        """Kind to the number of subgraphs that run on our kernels."""
-        return self._tally(s for s in self.sites if s.decision == "rewritten")
+        """Kind to the number of subgraphs that run on our kernels; the same kinds as in ``counts``."""
+        tally = self._tally(s for s in self.sites if s.decision == "rewritten")
+        return {kind: tally.get(kind, 0) for kind in self.counts}
 
     @property
     def declined(self) -> tuple[Site, ...]:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import inspect
+import sys
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +22,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from ..kernels.attention import ATTENTION
 from ..kernels.target import DEFAULT_ARCH, Target, device_target, named_target
-from ..patterns import PATTERNS, Match, Miss, Pattern, Unmatched
-from ..patterns.attention import LOWERED_ATTENTION_PATTERN
+from ..patterns import PATTERNS, Match, Miss, Pattern, Recognised, Unmatched
 from . import gate
 from .graphs import graph_device, region_calls
+from .lowering import registered_operators
 from .pin import unpin
 from .report import Report, Site, publish, versions
 from .settings import Settings, add_kind
@@ -33,7 +36,8 @@ _patterns: list[Pattern] = list(PATTERNS)
 def register_pattern(pattern: Pattern) -> None:
     """Add a pattern of your own; it is tried after the built-in ones, in the order of registration.
 
-    Its sources belong to the cache key: they are hashed through the module that defines ``pattern.match``.
+    Its sources belong to the cache key: the modules that define ``pattern.match`` and the operators that were
+    registered.
     Raises ValueError for a name that is taken.
     """
     if any(p.name == pattern.name for p in _patterns):
@@ -111,8 +115,9 @@ class _Rewriting:
         found = pattern.try_match(node)
         if isinstance(found, Match):
             self._decide(found)
-        elif found is not None and pattern is LOWERED_ATTENTION_PATTERN:
-            self.sites.append(Site(found.kind, found.pattern, "declined", found.reason, found.source))
+        elif isinstance(found, Recognised):
+            bound = {k: str(v) for k, v in found.bound.items()}
+            self.sites.append(Site(found.kind, found.pattern, "declined", found.reason, found.source, bound=bound))
         elif found is not None:
             self.misses.append(found)
         if node not in self.erased and node.target is ATTENTION.op:
@@ -206,8 +211,20 @@ def _package_paths(name: str) -> list[str]:
 
 def cache_key(settings: Settings) -> tuple:
     """All that the rewritten graph depends on beside the graph: sources, settings, versions and target."""
-    import inspect
-
-    own = [(p.name, inspect.getsource(inspect.getmodule(p.match))) for p in _patterns[len(PATTERNS) :]]
+    added = [(p.name, _module_source(p.match)) for p in _patterns[len(PATTERNS) :]]
+    added += [(o.name, _module_source(o.reference), _module_source(o.plan)) for o in registered_operators()]
     gpu = device_target(torch.device("cuda")) if torch.cuda.is_available() else None
-    return (sources_hash(), settings, tuple(versions().items()), gpu, tuple(own))
+    return (sources_hash(), settings, tuple(versions().items()), gpu, tuple(added))
+
+
+_THIS_PROCESS = uuid.uuid4().hex
+
+
+def _module_source(function: Callable | None) -> str:
+    """The source of the module that defines ``function``; where there is none (a notebook), this process only."""
+    if function is None or function.__module__.startswith(f"{__package__.rpartition('.')[0]}."):
+        return ""  # nothing, or a part of sources_hash
+    try:
+        return inspect.getsource(sys.modules[function.__module__])
+    except (OSError, TypeError, KeyError):
+        return _THIS_PROCESS

@@ -4,8 +4,8 @@
     out = n * (weight + weight_offset) + bias
 
 The spellings of RMSNorm in the wild differ in where they round to a short type.  Here every rounding point
-is an argument (``weight_dtype``, ``norm_dtype``, ``product_dtype``, ``out_dtype``), so one operator can stand
-for all of them, bit for bit up to the order of the sum.
+is an argument (``root_dtype``, ``weight_dtype``, ``norm_dtype``, ``product_dtype``, ``out_dtype``), so one operator
+can stand for all of them, bit for bit up to the order of the sum.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
 """
@@ -41,19 +41,23 @@ def rms_norm_reference(
     norm_dtype: torch.dtype,
     product_dtype: torch.dtype,
     out_dtype: torch.dtype,
+    root_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """RMSNorm of the last dimension of ``x`` [..., hidden_size]; the result is contiguous, of ``out_dtype``.
 
-    ``weight``, ``bias``: [hidden_size] or None.  ``eps_tensor``: 0-d, replaces ``eps``.  ``weight_offset`` is
-    added to the weight in ``weight_dtype`` (Gemma's ``1 + w``).  The normalised value is rounded to
-    ``norm_dtype``, its product with the weight is formed in the type to which torch promotes the two and
-    rounded to ``product_dtype``, the sum with the bias likewise to ``out_dtype``.
+    ``weight``, ``bias``: [hidden_size] or None.  For ``x`` [..., groups, hidden_size] the weight may be that of the
+    ungrouped dimension, [groups * hidden_size].  ``eps_tensor``: 0-d, replaces ``eps``.  ``weight_offset`` is
+    added to the weight in ``weight_dtype`` (Gemma's ``1 + w``).  The inverse root is rounded to ``root_dtype``
+    (float32 if None), the normalised value to ``norm_dtype``, its product with the weight is formed in the type to
+    which torch promotes the two and rounded to ``product_dtype``, the sum with the bias likewise to ``out_dtype``.
     """
     f = x.float()
-    n = f * torch.rsqrt(torch.mean(f * f, -1, keepdim=True) + (eps if eps_tensor is None else eps_tensor))
-    y = n.to(norm_dtype)
+    root = torch.rsqrt(torch.mean(f * f, -1, keepdim=True) + (eps if eps_tensor is None else eps_tensor))
+    y = (f * root.to(root_dtype or torch.float32)).to(norm_dtype)
     if weight is not None:
         w = weight.to(weight_dtype)
+        if weight.shape[0] != x.shape[-1]:
+            w = w.view(x.shape[-2:])
         y = y * (w + weight_offset if weight_offset else w)
     y = y.to(product_dtype)
     if bias is not None:
@@ -74,6 +78,7 @@ def add_rms_norm_reference(
     norm_dtype: torch.dtype,
     product_dtype: torch.dtype,
     out_dtype: torch.dtype,
+    root_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(rms_norm_reference(sum, ...), sum)`` with ``sum = x + residual`` in torch's promoted type."""
     total = _contiguous(x + residual)
@@ -88,6 +93,7 @@ def add_rms_norm_reference(
         norm_dtype=norm_dtype,
         product_dtype=product_dtype,
         out_dtype=out_dtype,
+        root_dtype=root_dtype,
     )
     return out, total
 
@@ -109,14 +115,15 @@ def rms_norm_supports(
     norm_dtype: torch.dtype,
     product_dtype: torch.dtype,
     out_dtype: torch.dtype,
+    root_dtype: torch.dtype | None = None,
     target: Target,
 ) -> str | None:
     """None, or why the kernels here cannot compute ``rms_norm_reference`` of these arguments."""
     return (
         check_target(target)
-        or _check_numbers(eps, weight_offset, (weight_dtype, norm_dtype, product_dtype, out_dtype))
+        or _check_numbers(eps, weight_offset, (root_dtype, weight_dtype, norm_dtype, product_dtype, out_dtype))
         or _check_rows("x", x)
-        or _check_vector("weight", weight, x)
+        or _check_vector("weight", weight, x, _groups(weight, x))
         or _check_vector("bias", bias, x)
         or _check_eps_tensor(eps_tensor, x)
         or _check_outer_dims(x)
@@ -136,27 +143,28 @@ def add_rms_norm_supports(
     norm_dtype: torch.dtype,
     product_dtype: torch.dtype,
     out_dtype: torch.dtype,
+    root_dtype: torch.dtype | None = None,
     target: Target,
 ) -> str | None:
     """None, or why the kernels here cannot compute ``add_rms_norm_reference`` of these arguments."""
     return (
         check_target(target)
-        or _check_numbers(eps, weight_offset, (weight_dtype, norm_dtype, product_dtype, out_dtype))
+        or _check_numbers(eps, weight_offset, (root_dtype, weight_dtype, norm_dtype, product_dtype, out_dtype))
         or _check_rows("x", x)
         or _check_rows("residual", residual)
         or _check_residual(x, residual)
-        or _check_vector("weight", weight, x)
+        or _check_vector("weight", weight, x, _groups(weight, x))
         or _check_vector("bias", bias, x)
         or _check_eps_tensor(eps_tensor, x)
         or _check_outer_dims(x, residual)
     )
 
 
-def _check_numbers(eps: float, weight_offset: float, dtypes: tuple[torch.dtype, ...]) -> str | None:
+def _check_numbers(eps: float, weight_offset: float, dtypes: tuple[torch.dtype | None, ...]) -> str | None:
     if not (math.isfinite(eps) and math.isfinite(weight_offset)):
         return "eps or the weight offset is not finite"
     for dtype in dtypes:
-        if dtype not in _DTYPE_NAMES:
+        if dtype is not None and dtype not in _DTYPE_NAMES:
             return f"rounds to {_short(dtype)}; the kernel knows {_known_dtypes()}"
     return None
 
@@ -199,12 +207,19 @@ def _check_residual(x: torch.Tensor, residual: torch.Tensor) -> str | None:
     return None
 
 
-def _check_vector(name: str, vector: torch.Tensor | None, x: torch.Tensor) -> str | None:
+def _groups(weight: torch.Tensor | None, x: torch.Tensor) -> int:
+    """How many neighbouring rows of ``x`` have weights of their own; 1 unless the weight is the ungrouped one."""
+    if weight is None or weight.dim() != 1 or x.dim() < 2 or not isinstance(x.shape[-2], int):
+        return 1
+    return x.shape[-2] if weight.shape[0] == x.shape[-2] * x.shape[-1] else 1
+
+
+def _check_vector(name: str, vector: torch.Tensor | None, x: torch.Tensor, groups: int = 1) -> str | None:
     if vector is None:
         return None
     if vector.device != x.device:
         return f"x is on {x.device}, {name} on {vector.device}"
-    if vector.dim() != 1 or vector.shape[0] != x.shape[-1]:
+    if vector.dim() != 1 or vector.shape[0] != groups * x.shape[-1]:
         return f"{name} has shape {tuple(vector.shape)}, not ({x.shape[-1]},)"
     if vector.shape[0] > 1 and not statically_known_true(vector.stride(0) == 1):
         return f"{name} is not contiguous"
@@ -283,9 +298,9 @@ def _load_sum(x_pointers, residual_pointers, mask, SUM_DTYPE: tl.constexpr, EVIC
 
 
 @jit
-def _inverse_rms(sum_of_squares, eps_ptr, EPS: tl.constexpr, N_COLS: tl.constexpr):
+def _inverse_rms(sum_of_squares, eps_ptr, EPS: tl.constexpr, N_COLS: tl.constexpr, ROOT_DTYPE: tl.constexpr):
     eps = tl.full([], EPS, tl.float32) if eps_ptr is None else tl.load(eps_ptr).to(tl.float32)
-    return tl.rsqrt(sum_of_squares / N_COLS + eps)
+    return _round_to(tl.rsqrt(sum_of_squares / N_COLS + eps), ROOT_DTYPE)
 
 
 @jit
@@ -334,12 +349,14 @@ def rms_norm_one_pass_kernel(
     EPS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     SUM_DTYPE: tl.constexpr,
+    ROOT_DTYPE: tl.constexpr,
     WEIGHT_DTYPE: tl.constexpr,
     NORM_DTYPE: tl.constexpr,
     SCALED_DTYPE: tl.constexpr,
     PRODUCT_DTYPE: tl.constexpr,
     SHIFTED_DTYPE: tl.constexpr,
     OUTER_DIMS: tl.constexpr,
+    WEIGHT_GROUPS: tl.constexpr,
     N_COLS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
@@ -369,7 +386,10 @@ def rms_norm_one_pass_kernel(
     # Loaded before the reduction, so that they arrive while it waits.
     weight = None
     if weight_ptr is not None:
-        weight = _load(weight_ptr + col, col_mask, EVICTION)
+        if WEIGHT_GROUPS == 1:
+            weight = _load(weight_ptr + col, col_mask, EVICTION)
+        else:
+            weight = _load(weight_ptr + (row % WEIGHT_GROUPS) * N_COLS + col, mask, EVICTION)
     bias = None
     if bias_ptr is not None:
         bias = _load(bias_ptr + col, col_mask, EVICTION)
@@ -377,7 +397,7 @@ def rms_norm_one_pass_kernel(
     out_offset = row.to(tl.int64) * N_COLS + col
     if sum_ptr is not None:
         tl.store(sum_ptr + out_offset, f.to(sum_ptr.dtype.element_ty), mask=mask)
-    inverse_rms = _inverse_rms(tl.sum(f * f, axis=1, keep_dims=True), eps_ptr, EPS, N_COLS)
+    inverse_rms = _inverse_rms(tl.sum(f * f, axis=1, keep_dims=True), eps_ptr, EPS, N_COLS, ROOT_DTYPE)
     y = _scale_and_shift(
         f * inverse_rms,
         weight,
@@ -413,12 +433,14 @@ def rms_norm_two_pass_kernel(
     EPS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     SUM_DTYPE: tl.constexpr,
+    ROOT_DTYPE: tl.constexpr,
     WEIGHT_DTYPE: tl.constexpr,
     NORM_DTYPE: tl.constexpr,
     SCALED_DTYPE: tl.constexpr,
     PRODUCT_DTYPE: tl.constexpr,
     SHIFTED_DTYPE: tl.constexpr,
     OUTER_DIMS: tl.constexpr,
+    WEIGHT_GROUPS: tl.constexpr,
     N_COLS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
@@ -447,7 +469,8 @@ def rms_norm_two_pass_kernel(
         residual_pointers = None if residual_row is None else residual_row + col
         f = _load_sum(x_row + col, residual_pointers, mask, SUM_DTYPE, EVICTION)
         squares += f * f
-    inverse_rms = _inverse_rms(tl.sum(squares), eps_ptr, EPS, N_COLS)
+    inverse_rms = _inverse_rms(tl.sum(squares), eps_ptr, EPS, N_COLS, ROOT_DTYPE)
+    weight_row = None if weight_ptr is None else weight_ptr + (row % WEIGHT_GROUPS) * N_COLS
 
     for start in tl.static_range(0, N_COLS, BLOCK_COLS):
         col = start + tl.arange(0, BLOCK_COLS)
@@ -458,7 +481,7 @@ def rms_norm_two_pass_kernel(
             tl.store(sum_ptr + out_row + col, f.to(sum_ptr.dtype.element_ty), mask=mask)
         y = _scale_and_shift(
             f * inverse_rms,
-            None if weight_ptr is None else _load(weight_ptr + col, mask, EVICTION),
+            None if weight_row is None else _load(weight_row + col, mask, EVICTION),
             None if bias_ptr is None else _load(bias_ptr + col, mask, EVICTION),
             WEIGHT_OFFSET,
             WEIGHT_DTYPE,
@@ -524,13 +547,20 @@ def rms_norm_plan(
     norm_dtype: torch.dtype,
     product_dtype: torch.dtype,
     out_dtype: torch.dtype,
+    root_dtype: torch.dtype | None = None,
     target: Target,
     config: RMSNormConfig | None = None,
 ) -> Plan:
     """The launches that compute ``rms_norm_reference``; ``config`` overrides the choice, for sweeps."""
-    rounding = _rounding(weight, bias, weight_dtype, norm_dtype, product_dtype)
+    rounding = _rounding(weight, bias, root_dtype, weight_dtype, norm_dtype, product_dtype)
     operands = _present(weight=weight, bias=bias, eps_tensor=eps_tensor)
-    numbers = {"EPS": float(eps), "WEIGHT_OFFSET": float(weight_offset), "SUM_DTYPE": "fp32", **rounding}
+    numbers = {
+        "EPS": float(eps),
+        "WEIGHT_OFFSET": float(weight_offset),
+        "WEIGHT_GROUPS": _groups(weight, x),
+        "SUM_DTYPE": "fp32",
+        **rounding,
+    }
     return _plan(x, None, operands, numbers, {"out": out_dtype}, target, config)
 
 
@@ -547,16 +577,18 @@ def add_rms_norm_plan(
     norm_dtype: torch.dtype,
     product_dtype: torch.dtype,
     out_dtype: torch.dtype,
+    root_dtype: torch.dtype | None = None,
     target: Target,
     config: RMSNormConfig | None = None,
 ) -> Plan:
     """The launches that compute ``add_rms_norm_reference``; ``config`` overrides the choice, for sweeps."""
     sum_dtype = torch.promote_types(x.dtype, residual.dtype)
-    rounding = _rounding(weight, bias, weight_dtype, norm_dtype, product_dtype)
+    rounding = _rounding(weight, bias, root_dtype, weight_dtype, norm_dtype, product_dtype)
     operands = _present(weight=weight, bias=bias, eps_tensor=eps_tensor)
     numbers = {
         "EPS": float(eps),
         "WEIGHT_OFFSET": float(weight_offset),
+        "WEIGHT_GROUPS": _groups(weight, x),
         "SUM_DTYPE": _DTYPE_NAMES[sum_dtype],
         **rounding,
     }
@@ -570,6 +602,7 @@ def _present(**tensors: torch.Tensor | None) -> dict[str, str | None]:
 def _rounding(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
+    root_dtype: torch.dtype | None,
     weight_dtype: torch.dtype,
     norm_dtype: torch.dtype,
     product_dtype: torch.dtype,
@@ -578,6 +611,7 @@ def _rounding(
     scaled = norm_dtype if weight is None else torch.promote_types(norm_dtype, weight_dtype)
     shifted = product_dtype if bias is None else torch.promote_types(product_dtype, bias.dtype)
     return {
+        "ROOT_DTYPE": _DTYPE_NAMES[root_dtype or torch.float32],
         "WEIGHT_DTYPE": _DTYPE_NAMES[weight_dtype],
         "NORM_DTYPE": _DTYPE_NAMES[norm_dtype],
         "SCALED_DTYPE": _DTYPE_NAMES[scaled],
@@ -590,7 +624,7 @@ def _plan(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     operands: dict[str, str | None],
-    numbers: dict[str, float | str],
+    numbers: dict[str, float | int | str],
     output_dtypes: dict[str, torch.dtype],
     target: Target,
     config: RMSNormConfig | None,
@@ -663,7 +697,7 @@ def _outer_dims(
 RMS_NORM = define_operator(
     "portable_ops::rms_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, *, float eps=0.0, "
     "Tensor? eps_tensor=None, float weight_offset=0.0, ScalarType weight_dtype, ScalarType norm_dtype, "
-    "ScalarType product_dtype, ScalarType out_dtype) -> Tensor",
+    "ScalarType product_dtype, ScalarType out_dtype, ScalarType? root_dtype=None) -> Tensor",
     reference=rms_norm_reference,
     supports=rms_norm_supports,
     plan=rms_norm_plan,
@@ -672,7 +706,8 @@ RMS_NORM = define_operator(
 ADD_RMS_NORM = define_operator(
     "portable_ops::add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, *, "
     "float eps=0.0, Tensor? eps_tensor=None, float weight_offset=0.0, ScalarType weight_dtype, "
-    "ScalarType norm_dtype, ScalarType product_dtype, ScalarType out_dtype) -> (Tensor out, Tensor sum)",
+    "ScalarType norm_dtype, ScalarType product_dtype, ScalarType out_dtype, ScalarType? root_dtype=None) "
+    "-> (Tensor out, Tensor sum)",
     reference=add_rms_norm_reference,
     supports=add_rms_norm_supports,
     plan=add_rms_norm_plan,

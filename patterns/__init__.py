@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from .attention import ATTENTION_PATTERN, LOWERED_ATTENTION_PATTERN
-from .match import KINDS, Match, Miss, Pattern, Unmatched
+from .eager_attention import EAGER_ATTENTION_PATTERN
+from .match import KINDS, Match, Miss, Pattern, Recognised, Unmatched
 from .rms_norm import RMS_NORM_PATTERN
+from .rope import ROPE_PATTERN
+from .swiglu import SWIGLU_PATTERN
+from .topk import TOPK_PATTERN
 
 PATTERNS: tuple[Pattern, ...] = (
     # Attention first: what it takes over (repeated heads) is never part of another pattern, and its
     # declined sites are put back to plain ATen before anything else looks at the graph.
     ATTENTION_PATTERN,
     LOWERED_ATTENTION_PATTERN,
+    EAGER_ATTENTION_PATTERN,
     RMS_NORM_PATTERN,
+    # After RMSNorm, which normalises queries and keys before they are rotated.
+    ROPE_PATTERN,
+    # Their products and selections stand in none of the others' formulas, so that the order does not matter.
+    SWIGLU_PATTERN,
+    TOPK_PATTERN,
 )
 
-__all__ = ["KINDS", "PATTERNS", "Match", "Miss", "Pattern", "Unmatched"]
+__all__ = ["KINDS", "PATTERNS", "Match", "Miss", "Pattern", "Recognised", "Unmatched"]

@@ -11,7 +11,9 @@ and are compared with :func:`same_size`, which never adds a guard.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -42,6 +44,7 @@ def is_op(node: Any, *packets: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_function" and _packet(node.target) in packets
 
 
+@functools.lru_cache(4096)  # asked for every node, many times
 def _packet(target: Any) -> Any:
     return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
 
@@ -238,6 +241,11 @@ def last_dim_mean(x: Any) -> fx.Node | None:
             n = source.meta["val"].shape[-1]
             if isinstance(n, int) and n > 0 and abs(factor * n - 1.0) < 1e-6:
                 return source
+    for total, size in _divided(x):
+        if is_op(total, aten.sum) and _is_last_dim_reduction(total):
+            source = total.args[0]
+            if same_size(source.meta["val"].shape[-1], size):
+                return source
     return None
 
 
@@ -262,6 +270,21 @@ def _scaled(x: Any) -> Iterator[tuple[Any, float]]:
         for a, b in commuted(x):
             if scalar(b) is not None:
                 yield strip_aliases(a), scalar(b)
+
+
+def _divided(x: Any) -> Iterator[tuple[Any, Any]]:
+    """``x = v / n`` or ``v * (1 / n)`` with a size ``n`` that is a symbol."""
+    if is_op(x, aten.div) and _symbol(x.args[1]) is not None:
+        yield strip_aliases(x.args[0]), _symbol(x.args[1])
+    if is_op(x, aten.mul):
+        for v, inverse in commuted(x):
+            if is_op(inverse, operator.truediv) and inverse.args[0] == 1 and _symbol(inverse.args[1]) is not None:
+                yield strip_aliases(v), _symbol(inverse.args[1])
+
+
+def _symbol(x: Any) -> torch.SymInt | None:
+    value = x.meta.get("val") if isinstance(x, fx.Node) else None
+    return value if isinstance(value, torch.SymInt) else None
 
 
 def _is_last_dim_reduction(node: fx.Node) -> bool:
@@ -290,6 +313,18 @@ def dense_order(value: torch.Tensor) -> tuple[int, ...] | None:
     return next((o for o in (plain, tuple(strided)) if o[-1:] == plain[-1:] and _is_dense(value, o)), None)
 
 
+def strided_columns(value: torch.Tensor) -> bool:
+    """Whether neighbours in the last dimension are known not to be neighbours in memory."""
+    return not same_size(value.shape[-1], 1) and statically_known_true(value.stride(-1) != 1)
+
+
+def memory_order(value: torch.Tensor) -> tuple[int, ...]:
+    """The dimensions from outermost to innermost in memory; those of a contiguous tensor where that is not clear."""
+    plain = tuple(range(value.dim()))
+    strided = tuple(sorted(plain, key=lambda d: (-hint(value.stride(d)), -hint(value.shape[d]), d)))
+    return plain if _is_dense(value, plain) or not _is_dense(value, strided) else strided
+
+
 def _is_dense(value: torch.Tensor, order: Sequence[int]) -> bool:
     expected: Any = 1
     for d in reversed(order):
@@ -310,6 +345,11 @@ def as_vector(x: fx.Node) -> fx.Node:
 
 def _long_sizes(x: fx.Node) -> list[Any]:
     return [s for s in x.meta["val"].shape if not same_size(s, 1)]
+
+
+def is_reshape(x: Any) -> bool:
+    """A view that keeps the row-major order of the elements and says its shape: ``view``, ``reshape``."""
+    return is_op(x, aten.view, aten.reshape, aten._unsafe_view)
 
 
 def is_noop_slice(x: Any) -> bool:
@@ -457,3 +497,715 @@ def strip_expand(x: fx.Node, min_dims: int = 0) -> fx.Node:
     while is_op(x, aten.expand, *_ALIASES) and x.args[0].meta["val"].dim() >= min_dims:
         x = x.args[0]
     return x
+
+
+# --------------------------------------------------------------------------- lanes
+
+
+@dataclasses.dataclass(frozen=True)
+class Lanes:
+    """Which elements of the last dimension of some base a tensor holds, in the tensor's last ``len(shape)`` dimensions.
+
+    ``index`` is row-major over ``shape``: lane ``i`` of the base, or ``~i`` for its negation.
+    """
+
+    shape: tuple[int, ...]
+    index: tuple[int, ...]
+
+    def take(self, axis: int, positions: Sequence[int], drop: bool = False) -> Lanes:
+        """The given positions along ``axis``; ``drop`` removes the axis (of one position)."""
+        n, inner = self.shape[axis], math.prod(self.shape[axis + 1 :])
+        starts = range(0, len(self.index), n * inner)
+        taken = [self.index[o + i * inner + k] for o in starts for i in positions for k in range(inner)]
+        size = () if drop else (len(positions),)
+        return Lanes((*self.shape[:axis], *size, *self.shape[axis + 1 :]), tuple(taken))
+
+    def permute(self, order: Sequence[int]) -> Lanes:
+        strides = [math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
+        shape = tuple(self.shape[d] for d in order)
+        places = itertools.product(*map(range, shape))
+        index = [self.index[sum(i * strides[d] for i, d in zip(p, order, strict=True))] for p in places]
+        return Lanes(shape, tuple(index))
+
+    def negated(self) -> Lanes:
+        return Lanes(self.shape, tuple(~i for i in self.index))
+
+
+def lanes(x: Any, base: fx.Node) -> Lanes | None:
+    """How ``x`` is made of elements of ``base`` by slicing, joining, negating and viewing the last dimension.
+
+    All leading dimensions must be those of ``base``.  Casts that lose nothing are looked through.
+    """
+    size = base.meta["val"].shape[-1]
+    if not isinstance(size, int):
+        return None
+    return _lanes(x, base, base.meta["val"].dim() - 1, {base: Lanes((size,), tuple(range(size)))})
+
+
+def _lanes(x: Any, base: fx.Node, lead: int, known: dict[fx.Node, Lanes | None]) -> Lanes | None:
+    x = strip_upcast(x)
+    if x in known or not isinstance(x, fx.Node):
+        return known.get(x)
+    known[x] = None
+    parts = joined(x)
+    if parts is not None:
+        found = [_lanes(p, base, lead, known) for p in parts]
+        dim = argument(x, "dim") % x.meta["val"].dim() - lead
+        known[x] = None if None in found or dim < 0 else _joined_lanes(found, dim, is_op(x, aten.stack))
+    elif lane_source(x) is not None:
+        inner = _lanes(lane_source(x), base, lead, known)
+        known[x] = None if inner is None else _step(x, inner, lead)
+    return known[x]
+
+
+def joined(x: Any) -> Sequence[fx.Node] | None:
+    """The parts of a ``cat`` or ``stack``."""
+    return x.args[0] if is_op(x, aten.cat, aten.stack) else None
+
+
+def _joined_lanes(parts: Sequence[Lanes], axis: int, stacked: bool) -> Lanes | None:
+    """The lanes of parts that stand one behind the other along ``axis``."""
+    if stacked:
+        parts = [Lanes((*p.shape[:axis], 1, *p.shape[axis:]), p.index) for p in parts]
+    if len({(p.shape[:axis], p.shape[axis + 1 :]) for p in parts}) != 1:
+        return None
+    inner = [math.prod(p.shape[axis:]) for p in parts]
+    outer = math.prod(parts[0].shape[:axis])
+    index = [i for o in range(outer) for p, n in zip(parts, inner, strict=True) for i in p.index[o * n : (o + 1) * n]]
+    size = sum(p.shape[axis] for p in parts)
+    return Lanes((*parts[0].shape[:axis], size, *parts[0].shape[axis + 1 :]), tuple(index))
+
+
+_SPLITS = (aten.split, aten.split_with_sizes, aten.unbind, aten.chunk)
+
+
+def lane_source(x: Any) -> fx.Node | None:
+    """What ``x`` rearranges, if it may be an arrangement of one tensor's elements (see :func:`lanes`)."""
+    if is_op(x, operator.getitem):
+        return x.args[0].args[0] if is_op(x.args[0], *_SPLITS) else None
+    if is_op(x, aten.mul):
+        return x.args[0] if scalar(x.args[1]) == -1 else None
+    known = (aten.slice, aten.select, aten.neg, aten.clone, *_RESHAPES, *_PERMUTES)
+    return x.args[0] if is_op(x, *known) else None
+
+
+def lane_sources(x: Any) -> list[fx.Node]:
+    """``x`` without lossless casts, and all that it was sliced, split or viewed from, nearest first."""
+    chain = [strip_upcast(x)]
+    while lane_source(chain[-1]) is not None:
+        chain.append(strip_upcast(lane_source(chain[-1])))
+    return chain
+
+
+def _step(x: fx.Node, inner: Lanes, lead: int) -> Lanes | None:
+    """The lanes of ``x`` given those of its :func:`lane_source`; None where a leading dimension changes."""
+    source, value = lane_source(x).meta["val"], x.meta["val"]
+    if is_op(x, operator.getitem):
+        return _split(x, inner, lead)
+    if is_op(x, aten.neg, aten.mul):
+        return inner.negated()
+    if is_op(x, aten.clone) or is_noop_slice(x):
+        return inner
+    if is_op(x, aten.slice, aten.select):
+        axis = argument(x, "dim") % source.dim() - lead
+        if axis < 0:
+            return None
+        if is_op(x, aten.select):
+            index = argument(x, "index")
+            return inner.take(axis, [index % inner.shape[axis]], drop=True) if isinstance(index, int) else None
+        bounds = [argument(x, name) for name in ("start", "end", "step")]
+        if not all(b is None or isinstance(b, int) for b in bounds):
+            return None
+        return inner.take(axis, range(*slice(*bounds).indices(inner.shape[axis])))
+    if is_op(x, *_PERMUTES):
+        axes = _follow(x, [[Atom(d, 1)] for d in range(source.dim())])
+        order = [a[0].dim for a in axes]
+        return inner.permute([d - lead for d in order[lead:]]) if order[:lead] == list(range(lead)) else None
+    shape = tuple(value.shape[lead:])
+    whole = same_shape(value.shape[:lead], source.shape[:lead]) and all(isinstance(s, int) for s in shape)
+    whole = whole and value.dtype == source.dtype  # a view as another type is none of these
+    return Lanes(shape, inner.index) if whole and math.prod(shape) == len(inner.index) else None
+
+
+def _split(item: fx.Node, inner: Lanes, lead: int) -> Lanes | None:
+    """The lanes of one result of ``split``, ``chunk`` or ``unbind``."""
+    call, number = item.args[0], item.args[1]
+    axis = argument(call, "dim") % call.args[0].meta["val"].dim() - lead
+    if axis < 0:
+        return None
+    if is_op(call, aten.unbind):
+        return inner.take(axis, [number], drop=True)
+    sizes = [v.shape[axis + lead] for v in call.meta["val"]]
+    if not all(isinstance(s, int) for s in sizes):
+        return None
+    start = sum(sizes[:number])
+    return inner.take(axis, range(start, start + sizes[number]))
+
+
+def table_function(x: Any) -> Any:
+    """``aten.cos`` or ``aten.sin`` if ``x`` is seen to be a table of it: cast, scaled, viewed, repeated, looked up."""
+    known = (*_VIEWS, aten.slice, aten.select, aten.cat, aten.mul, aten.index, aten.index_select, aten.gather)
+    for _ in range(32):
+        x = strip_aliases(x)
+        if is_op(x, aten.cos, aten.sin):
+            return _packet(x.target)
+        if not (is_op(x, *known) or is_cast(x)) or (is_op(x, aten.mul) and scalar(x.args[1]) is None):
+            return None
+        x = x.args[0] if not is_op(x, aten.cat) else x.args[0][0]
+    return None
+
+
+# --------------------------------------------------------------------------- gradients
+
+
+def is_backward(x: fx.Node) -> bool:
+    """Whether ``x`` belongs to the backward half of a joint graph (AOTAutograd marks it: torch 2.11 to 2.13)."""
+    return x.meta.get("partitioner_tag") == "is_backward"
+
+
+# --------------------------------------------------------------------------- elementwise functions of one value
+
+
+def _gelu(x: float, approximate: str = "none") -> float:
+    if approximate == "tanh":
+        return 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return 0.5 * x * (1 + math.erf(x / math.sqrt(2)))
+
+
+def logistic(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf
+
+
+def _clamp(x: float, low: float | None = None, high: float | None = None) -> float:
+    return min(max(x, -math.inf if low is None else low), math.inf if high is None else high)
+
+
+def _quotient_of(a: float, b: float) -> float:
+    return a / b if b else math.nan
+
+
+_SCALAR_FUNCTIONS = {
+    aten.neg: lambda x: -x,
+    aten.abs: abs,
+    aten.exp: _exp,
+    aten.exp2: lambda x: _exp(x * math.log(2)),
+    aten.expm1: lambda x: _exp(x) - 1,
+    aten.log1p: math.log1p,
+    aten.sigmoid: logistic,
+    aten.tanh: math.tanh,
+    aten.erf: math.erf,
+    aten.erfc: math.erfc,
+    aten.reciprocal: lambda x: _quotient_of(1.0, x),
+    aten.square: lambda x: x * x,
+    aten.pow: lambda x, y: x**y,
+    aten.add: lambda x, y, alpha=1: x + alpha * y,
+    aten.sub: lambda x, y, alpha=1: x - alpha * y,
+    aten.rsub: lambda x, y, alpha=1: y - alpha * x,
+    aten.mul: lambda x, y: x * y,
+    aten.div: _quotient_of,
+    aten.true_divide: _quotient_of,
+    aten.addcmul: lambda x, y, z, value=1: x + value * y * z,
+    aten.relu: lambda x: max(x, 0.0),
+    aten.silu: lambda x: x * logistic(x),
+    aten.gelu: _gelu,
+    aten.clamp: _clamp,
+    aten.hardtanh: lambda x, low=-1.0, high=1.0: _clamp(x, low, high),
+    aten.clamp_min: max,
+    aten.clamp_max: min,
+    aten.maximum: max,
+    aten.minimum: min,
+    aten.gt: lambda x, y: x > y,
+    aten.ge: lambda x, y: x >= y,
+    aten.lt: lambda x, y: x < y,
+    aten.le: lambda x, y: x <= y,
+    aten.where: lambda c, x, y: x if c else y,
+    aten._to_copy: lambda x, **_: x,
+    prims.convert_element_type: lambda x, _: x,
+}
+"""What elementwise ATen ops do to numbers; numbers and not tensors, since graphs are matched under fake modes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Univariate:
+    """``x = f(source; parameter)``: an elementwise function of one tensor and of at most one unknown number.
+
+    ``parameter`` is a 0-d tensor or None.  ``nodes`` compute the function, in graph order.
+    """
+
+    x: fx.Node
+    source: fx.Node
+    parameter: fx.Node | None
+    nodes: tuple[fx.Node, ...]
+
+    def __call__(self, value: float, parameter: float = 0.0) -> float:
+        """The function at a number; NaN where it is not defined."""
+        known: dict[Any, Any] = {self.source: value, self.parameter: parameter}
+
+        def number(a: Any) -> Any:
+            if not isinstance(a, fx.Node):
+                return a
+            a = strip_upcast(a)
+            return known[a] if a in known else scalar(a)
+
+        try:
+            for node in self.nodes:
+                args, kwargs = [number(a) for a in node.args], {k: number(v) for k, v in node.kwargs.items()}
+                known[node] = _SCALAR_FUNCTIONS[_packet(node.target)](*args, **kwargs)
+            result = known[strip_upcast(self.x)]
+        except (ArithmeticError, TypeError, ValueError):  # TypeError: a complex power
+            return math.nan
+        return float(result) if isinstance(result, int | float) else math.nan
+
+    def loses_precision(self) -> bool:
+        """Whether something on the way is rounded to a type that does not hold every value of the source's."""
+        source = dtype_of(self.source)
+        floats = [d for d in map(dtype_of, self.nodes) if d is not None and d.is_floating_point]
+        return any(torch.promote_types(d, source) != d for d in floats)
+
+
+def univariate_forms(x: fx.Node, limit: int = 24) -> Iterator[Univariate]:
+    """The tensors that ``x`` is an elementwise function of, the nearest first.
+
+    A tensor that appears several times in the function counts once, however it is cast.  Ends at what is not
+    elementwise, and where the function has grown too large to be an activation.
+    """
+    x = strip_upcast(x)
+    if not isinstance(x.meta.get("val"), torch.Tensor):
+        return
+    frontier, nodes = {x}, []
+    parameter: fx.Node | None = None
+    while True:
+        latest = max(frontier)
+        operands = _elementwise_operands(latest, x.meta["val"].shape)
+        if operands is None or len(nodes) == limit:
+            return
+        nodes.append(latest)
+        frontier.remove(latest)
+        for operand in operands:
+            if operand.meta["val"].dim() or not x.meta["val"].dim():
+                frontier.add(operand)
+            elif parameter not in (None, operand):
+                return
+            else:
+                parameter = operand
+        if not 1 <= len(frontier) <= 4:
+            return
+        if len(frontier) == 1:
+            yield Univariate(x, next(iter(frontier)), parameter, tuple(sorted(nodes)))
+
+
+def _elementwise_operands(node: fx.Node, shape: Sequence[Any]) -> list[fx.Node] | None:
+    """The tensors that ``node`` computes each of its elements from; constants left out.  None if it is no such op."""
+    if node.op != "call_function" or _packet(node.target) not in _SCALAR_FUNCTIONS:
+        return None
+    if is_op(node, aten._to_copy) and not is_cast(node):
+        return None
+    if set(node.kwargs) - {"alpha", "value", "approximate"} and not is_op(node, aten._to_copy):
+        return None
+    operands = []
+    for a in node.all_input_nodes:
+        a = strip_upcast(a)
+        value = a.meta.get("val")
+        if scalar(a) is not None:
+            continue
+        if not isinstance(value, torch.Tensor) or not (value.dim() == 0 or same_shape(value.shape, shape)):
+            return None
+        if not (value.dtype.is_floating_point or value.dtype == torch.bool):
+            return None
+        operands.append(a)
+    return operands
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """``x = scale * name(source)``, where ``silu`` and ``sigmoid`` have their argument times ``alpha``.
+
+    ``alpha`` is a number or a 0-d tensor.  ``nodes`` compute it, ``x`` (any casts behind it left out) among them.
+    """
+
+    name: str
+    source: fx.Node
+    alpha: float | fx.Node
+    scale: float
+    nodes: tuple[fx.Node, ...]
+
+
+_PROBES = tuple(
+    s * v for v in (1e-3, 0.11, 0.5, 1.0, 1.7, 2.6, 3.3, 5.1, 6.5, 9.2, 15.0, 40.0, 300.0, 1e4, 1e9) for s in (-1, 1)
+)
+_LARGE = 1e4
+_NONLINEAR = (
+    *(aten.exp, aten.exp2, aten.expm1, aten.sigmoid, aten.tanh, aten.erf, aten.erfc, aten.silu, aten.gelu),
+    *(aten.relu, aten.clamp, aten.clamp_min, aten.maximum, aten.where),
+)
+
+_ACTIVATIONS = {
+    "silu": lambda x, alpha: x * logistic(alpha * x),
+    "gelu": lambda x, alpha: _gelu(x),
+    "gelu_tanh": lambda x, alpha: _gelu(x, "tanh"),
+    "relu": lambda x, alpha: max(x, 0.0),
+    "relu2": lambda x, alpha: max(x, 0.0) ** 2,
+    "sigmoid": lambda x, alpha: logistic(alpha * x),
+    "tanh": lambda x, alpha: math.tanh(x),
+}
+
+
+def activations(x: fx.Node) -> Iterator[Activation]:
+    """``x`` as a known activation of some tensor, whatever it is spelled with; of the nearest tensor first.
+
+    The elementwise code in front of ``x`` is evaluated on a few numbers and compared with the known functions: two
+    formulas that agree there to single precision are the same.  Code that rounds to less than its source has is left
+    out: the function alone would not do that.
+    """
+    for form in nonlinear_forms(x):
+        found = None if form.loses_precision() else _named(form)
+        if found is not None:
+            yield found
+
+
+def nonlinear_forms(x: fx.Node) -> Iterator[Univariate]:
+    """The tensors that ``x``, in front of casts, is a nonlinear function of, the nearest first."""
+    while is_cast(x):
+        x = x.args[0]
+    return (f for f in univariate_forms(x) if any(is_op(n, *_NONLINEAR) for n in f.nodes))
+
+
+def _named(form: Univariate) -> Activation | None:
+    if form.parameter is not None:
+        # The unknown number must be alpha, whatever it is.
+        alphas = (0.625, 1.75)
+        for name in ("silu", "sigmoid"):
+            reference = _ACTIVATIONS[name]
+            if all(_agree(lambda v, a=a: form(v, a), lambda v, a=a, r=reference: r(v, a)) for a in alphas):
+                return Activation(name, form.source, form.parameter, 1.0, form.nodes)
+        return None
+    for name, reference in _ACTIVATIONS.items():
+        scale = _quotient_of(form(_LARGE), reference(_LARGE, 1.0))
+        if not math.isfinite(scale) or not scale:
+            continue
+        scale = _rounded(scale)
+        alpha = 1.0
+        if name in ("silu", "sigmoid"):
+            at_one = _quotient_of(form(1.0), scale)
+            if not 0.5 < at_one < 1.0:
+                continue
+            alpha = _rounded(math.log(at_one / (1 - at_one)))
+        if _agree(form, lambda v, r=reference, a=alpha, s=scale: s * r(v, a)):
+            return Activation(name, form.source, alpha, scale, form.nodes)
+    return None
+
+
+def _rounded(number: float) -> float:
+    """A constant recovered from a function, without the noise of its last digits."""
+    return float(f"{number:.10g}")
+
+
+def _agree(f: Any, g: Any) -> bool:
+    for v in _PROBES:
+        a, b = f(v), g(v)
+        if not abs(a - b) <= 1e-7 * max(abs(b), min(abs(v), 1.0)):  # false for NaN
+            return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Clamped:
+    """``x = clamp(source, low, high)`` in the type of ``source``; a limit that is None does not bind."""
+
+    source: fx.Node
+    low: float | None
+    high: float | None
+
+
+def clamped(x: fx.Node) -> Clamped | None:
+    """``x`` as a clamp with known limits, also one that is computed in a wider type and cast back."""
+    x = strip_aliases(x)
+    inner = strip_aliases(x.args[0]) if is_cast(x) else x
+    low, high = -math.inf, math.inf
+    limits = _limits(inner)
+    if limits is None:
+        return None
+    while limits is not None:
+        source, least, most = limits
+        if least > high or most < low:
+            break
+        low, high = max(low, least), min(high, most)
+        inner = source
+        limits = _limits(inner)
+    if inner is x or (is_cast(x) and dtype_of(strip_upcast(inner)) != dtype_of(x)):
+        return None
+    if is_cast(x):
+        # The cast rounds a limit as clamping in the short type would.
+        inner = strip_upcast(inner)
+    deeper = clamped(inner)
+    if deeper is not None:
+        least, most = (d if d is not None else o for d, o in ((deeper.low, -math.inf), (deeper.high, math.inf)))
+        if least <= high and most >= low:
+            inner, low, high = deeper.source, max(low, least), min(high, most)
+    return Clamped(inner, None if low == -math.inf else low, None if high == math.inf else high)
+
+
+def _limits(x: Any) -> tuple[fx.Node, float, float] | None:
+    """``x = clamp(source, low, high)`` of one op: ``(source, low, high)``, infinite where there is no limit."""
+    if is_op(x, aten.clamp, aten.hardtanh):
+        names = ("min", "max") if is_op(x, aten.clamp) else ("min_val", "max_val")
+        low, high = (argument(x, name) for name in names)
+    elif is_op(x, aten.clamp_min, aten.maximum):
+        low, high = x.args[1], None
+    elif is_op(x, aten.clamp_max, aten.minimum):
+        low, high = None, x.args[1]
+    else:
+        return None
+    least = -math.inf if low is None else scalar(low)
+    most = math.inf if high is None else scalar(high)
+    if least is None or most is None or least > most:
+        return None
+    return strip_aliases(x.args[0]), least, most
+
+
+# --------------------------------------------------------------------------- matrix products
+
+_LEFT_FACTOR = {
+    **dict.fromkeys((aten.mm, aten.bmm, aten.linear, aten.matmul, aten._grouped_mm, aten._scaled_mm), 0),
+    **dict.fromkeys((aten.addmm, aten.baddbmm), 1),
+}
+
+
+def projection(x: Any) -> fx.Node | None:
+    """The matrix product whose result ``x`` is, up to views, pieces of it, casts, clamps and a bias."""
+    for _ in range(16):
+        x = strip_upcast(x)
+        if not isinstance(x, fx.Node) or x.op != "call_function":
+            return None
+        if _packet(x.target) in _LEFT_FACTOR:
+            return x
+        if is_op(x, *_VIEWS, aten.slice, aten.select, operator.getitem, *_SPLITS) or is_cast(x):
+            x = x.args[0]
+        elif _limits(x) is not None:
+            x = _limits(x)[0]
+        elif is_op(x, aten.add) and plus_scalar(x) is not None:
+            x = plus_scalar(x)[0]
+        elif is_op(x, aten.div) and _is_bias(x.args[1], x):
+            x = x.args[0]
+        elif is_op(x, aten.add, aten.mul):
+            x = next((a for a, b in commuted(x) if _is_bias(b, x)), None)
+        else:
+            return None
+    return None
+
+
+_SPLITS = (aten.split, aten.split_with_sizes, aten.chunk, aten.unbind)
+
+
+def _is_bias(b: Any, result: fx.Node) -> bool:
+    """A number, or a tensor that is repeated over at least one dimension of ``result``."""
+    value = b.meta.get("val") if isinstance(b, fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        return scalar(b) is not None
+    return not same_shape(value.shape, result.meta["val"].shape)
+
+
+def same_projected(a: Any, b: Any) -> bool:
+    """Whether two tensors are pieces of one matrix product, or products of one and the same operand."""
+    a, b = projection(a), projection(b)
+    return None not in (a, b) and (a is b or bool(_factors(a) & _factors(b)))
+
+
+def _factors(product: fx.Node) -> set[fx.Node]:
+    first = _LEFT_FACTOR[_packet(product.target)]
+    return {as_base(n) for n in product.args[first : first + 2]}
+
+
+def as_base(x: fx.Node) -> fx.Node:
+    """``x`` without casts that lose nothing, and without views, copies and repetitions."""
+    x = strip_upcast(x)
+    while is_op(x, *_VIEWS):
+        x = strip_upcast(x.args[0])
+    return x
+
+
+# --------------------------------------------------------------------------- softmax
+
+
+def softmax_source(x: fx.Node) -> fx.Node | None:
+    """``x = softmax(z, -1)`` as one op or decomposed: ``z``, up to something that is constant along each row."""
+    if is_op(x, aten._softmax, aten._safe_softmax, aten.softmax):
+        dims = x.args[0].meta["val"].dim()
+        return x.args[0] if argument(x, "dim") % dims == dims - 1 else None
+    exponential = None
+    if is_op(x, aten.div):
+        exponential, total = strip_aliases(x.args[0]), last_dim_sum(x.args[1])
+    elif is_op(x, aten.mul):
+        pairs = [(strip_aliases(a), strip_aliases(b)) for a, b in commuted(x)]
+        pairs = [(a, last_dim_sum(b.args[0])) for a, b in pairs if is_op(b, aten.reciprocal) and is_op(a, aten.exp)]
+        exponential, total = pairs[0] if pairs else (None, None)
+    elif is_op(x, aten.exp):  # of log_softmax
+        inner = strip_casts(x.args[0])
+        log = strip_aliases(inner.args[1]) if is_op(inner, aten.sub) else None
+        total = last_dim_sum(log.args[0]) if is_op(log, aten.log) else None
+        same = is_op(total, aten.exp) and strip_aliases(total.args[0]) is strip_aliases(inner.args[0])
+        return _unshifted(inner.args[0]) if same else None
+    if not is_op(exponential, aten.exp) or total is None or not same_value(exponential, total):
+        return None
+    return _unshifted(exponential.args[0])
+
+
+def _unshifted(x: fx.Node) -> fx.Node:
+    """``z`` if ``x = z - c`` with ``c`` constant along each row, which no softmax sees."""
+    x = strip_aliases(x)
+    while is_op(x, aten.sub) and isinstance(x.args[1], fx.Node) and is_per_row(x.args[1]):
+        x = strip_aliases(x.args[0])
+    return x
+
+
+def is_per_row(x: fx.Node) -> bool:
+    """Whether ``x`` has one value for each row (all of the last dimension), or only one."""
+    shape = x.meta["val"].shape
+    return not shape or same_size(shape[-1], 1)
+
+
+def strip_casts(x: Any) -> Any:
+    """``x`` without casts, those that lose something as well."""
+    while is_cast(strip_aliases(x)):
+        x = strip_aliases(x).args[0]
+    return strip_aliases(x)
+
+
+def zeroed_empty_rows(x: Any) -> fx.Node | None:
+    """``x = where(no element of the row is above -inf, 0, p)``, the second half of a safe softmax: ``p``."""
+    if not is_op(x, aten.where) or scalar(x.args[1]) != 0 or not is_op(x.args[0], aten.logical_not):
+        return None
+    return x.args[2] if is_op(x.args[0].args[0], aten.any) else None
+
+
+def may_hold_infinity(x: fx.Node) -> bool:
+    """Whether ``x`` may be a mask with an infinity in it: what is selected from inputs and constants.
+
+    What is computed (an embedding, a product) is taken to be finite.
+    """
+    selects = (*_VIEWS, aten.where, aten.add, aten.sub, aten.cat, aten.slice, aten.select, aten.index, aten.maximum)
+    selects += (aten.minimum, aten.gather, aten.slice_scatter, aten.select_scatter, aten.index_put, aten.masked_fill)
+    todo, seen = [x], set()
+    while todo:
+        node = todo.pop()
+        if node in seen or not dtype_of(node) or not dtype_of(node).is_floating_point:
+            continue
+        seen.add(node)
+        if is_op(node, aten.full, aten.scalar_tensor, aten.full_like):
+            number = node.args[0] if is_op(node, aten.scalar_tensor) else node.args[1]
+            if isinstance(number, float) and math.isinf(number):
+                return True
+        elif node.op != "call_function":
+            return True
+        elif is_op(node, *selects) or is_cast(node):
+            if any(isinstance(a, float) and math.isinf(a) for a in node.args):
+                return True
+            todo += node.all_input_nodes
+    return False
+
+
+# --------------------------------------------------------------------------- batched products
+
+
+def batch_axes(x: fx.Node) -> Axes:
+    """Axes of ``x`` itself: every dimension is one of its own."""
+    return [[] if same_size(s, 1) else [Atom(d, s)] for d, s in enumerate(x.meta["val"].shape)]
+
+
+def is_view(x: Any) -> bool:
+    """A view or copy of all elements of its first operand, none of them repeated."""
+    if is_op(x, aten.expand):
+        return same_shape(x.meta["val"].shape, x.args[0].meta["val"].shape)
+    return is_noop_slice(x) or (is_op(x, *_VIEWS) and not is_op(x, aten.repeat))
+
+
+def axes_after(x: fx.Node, axes: Axes) -> Axes | None:
+    """The axes of the view ``x`` given those of its operand."""
+    return axes if is_op(x, aten.expand) else _follow(x, axes)
+
+
+def axes_before(x: fx.Node, axes: Axes) -> Axes | None:
+    """The axes of the operand of the view ``x`` given those of ``x``."""
+    if is_op(x, *_PERMUTES):
+        moved = _follow(x, [[Atom(d, 2)] for d in range(len(axes))])
+        return [axes[[m[0].dim for m in moved].index(d)] for d in range(len(axes))]
+    if is_op(x, *_RESHAPES):
+        return _regrouped(list(itertools.chain.from_iterable(axes)), x.args[0].meta["val"].shape)
+    return axes
+
+
+def axis_dims(axes: Axes) -> list[list[int | None]]:
+    return [[atom.dim for atom in axis] for axis in axes]
+
+
+def unflattened(x: fx.Node, lead: Sequence[Any], swap: bool) -> tuple[fx.Node, tuple[int, ...]] | None:
+    """``(base, order)`` with ``base.permute(order)[*lead, m, n] == x[row-major(lead), m, n]``, or ``n, m`` if ``swap``.
+
+    Of all nodes that ``x`` is a view of, the furthest that needs no permutation, else the furthest.
+    """
+    chain, found = [x], None
+    while is_op(chain[-1], *_VIEWS) or is_noop_slice(chain[-1]):
+        chain.append(chain[-1].args[0])
+    for length, base in enumerate(chain):
+        order = _lead_order(chain[: length + 1], lead) if base.meta["val"].dim() == len(lead) + 2 else None
+        if order is None:
+            continue
+        order = (*order[:-2], order[-1], order[-2]) if swap else order
+        plain = tuple(range(len(order)))
+        if found is None or order == plain or found[1] != plain:
+            found = base, order
+    return found
+
+
+def _lead_order(chain: Sequence[fx.Node], lead: Sequence[Any]) -> tuple[int, ...] | None:
+    axes: Axes | None = batch_axes(chain[-1])
+    for node in reversed(chain[:-1]):
+        axes = _follow(node, axes)
+        if axes is None:
+            return None
+    return _flattening(axes, chain[-1].meta["val"].shape, lead)
+
+
+def reflattened(product: fx.Node, lead: Sequence[Any]) -> tuple[fx.Node, tuple[int, ...]] | None:
+    """``(view, order)`` with ``view.permute(order)[*lead, m, n] == product[row-major(lead), m, n]``: the nearest."""
+    todo = [(product, (product,))]
+    for node, chain in todo:
+        if node.meta["val"].dim() == len(lead) + 2:
+            axes: Axes | None = batch_axes(node)
+            for view in reversed(chain[1:]):
+                axes = None if axes is None else axes_before(view, axes)
+            order = None if axes is None else _flattening(axes, node.meta["val"].shape, lead)
+            if order is not None:
+                return node, order
+        todo += [(user, (*chain, user)) for user in node.users if is_view(user) and len(chain) < 6]
+    return None
+
+
+def _flattening(axes: Axes, shape: Sequence[Any], lead: Sequence[Any]) -> tuple[int, ...] | None:
+    """The order of the dimensions of ``shape`` in which ``axes`` are ``[row-major(lead), m, n]``."""
+    long = [s for s in lead if not same_size(s, 1)]
+    atoms = [a for axis in axes for a in axis]
+    if any(a.dim is None or not same_size(a.size, shape[a.dim]) for a in atoms) or any(len(a) > 1 for a in axes[1:]):
+        return None
+    if not same_shape([a.size for a in axes[0]], long):
+        return None
+    heads = iter(a.dim for a in axes[0])
+    order = [None if same_size(s, 1) else next(heads) for s in lead]
+    order += [axis[0].dim if axis else None for axis in axes[1:]]
+    unused = iter(d for d in range(len(shape)) if d not in order)
+    return tuple(next(unused) if d is None else d for d in order)
+
+
+def repeated_heads(q: Any, k: fx.Node, v: fx.Node) -> tuple[HeadRepeat, HeadRepeat] | None:
+    """How ``k`` and ``v`` repeat their heads to meet those of ``q`` (a tensor of 4 dimensions), if they do."""
+    if q.dim() != 4 or k.meta["val"].dim() != 4:
+        return None
+    repeats = head_repeat(k), head_repeat(v)
+    if None in repeats or not same_size(repeats[0].groups, repeats[1].groups):
+        return None
+    heads = repeats[0].base.meta["val"].shape[repeats[0].order[1]]
+    return repeats if same_size(heads * repeats[0].groups, q.shape[1]) else None

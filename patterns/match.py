@@ -7,14 +7,16 @@ the graph nodes that its results replace; nothing in the graph changes until :me
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from ..kernels.operator import Operator
 from . import algebra
@@ -34,7 +36,7 @@ class Permuted:
     node: fx.Node
     order: tuple[int, ...]
 
-    @property
+    @functools.cached_property
     def value(self) -> torch.Tensor:
         return self.node.meta["val"].permute(self.order)
 
@@ -44,6 +46,29 @@ class Permuted:
         with self.node.graph.inserting_after(_below_placeholders(self.node)):
             node = self.node.graph.call_function(torch.ops.aten.permute.default, (self.node, list(self.order)))
         node.meta = {**_inherit(self.node), "val": self.value}
+        return node
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """An argument that one ATen op makes of nodes; it becomes a node only if the match is taken.
+
+    ``args``: nodes, literals, and again Calls or Permuted.
+    """
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+
+    @functools.cached_property
+    def value(self) -> torch.Tensor:
+        return self.op(*pytree.tree_map(_example, self.args))
+
+    def insert(self) -> fx.Node:
+        args = pytree.tree_map(_inserted, self.args)
+        last = max(_nodes(args))
+        with last.graph.inserting_after(_below_placeholders(last)):
+            node = last.graph.call_function(self.op, args)
+        node.meta = {**_inherit(last), "val": self.value}
         return node
 
 
@@ -59,6 +84,24 @@ class Miss:
 
 
 @dataclasses.dataclass(frozen=True)
+class Recognised:
+    """A subgraph that is the pattern, but that no operator expresses or may take over: counted and left alone.
+
+    ``reason``: what stands in the way, in words that stand in the report.
+    """
+
+    pattern: str
+    kind: str
+    anchor: fx.Node
+    reason: str
+    bound: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def source(self) -> str:
+        return source_line(self.anchor)
+
+
+@dataclasses.dataclass(frozen=True)
 class Match:
     """A subgraph that ``operator`` computes.
 
@@ -66,6 +109,7 @@ class Match:
     of the operator the node that it replaces, or None for a result that nobody asked for.  ``inner``: the nodes
     whose work the operator takes over.  ``bound``: what the match found (eps, rounding points, heads), for the
     report.  ``order``: the order in which a single result has its dimensions, where that is not the graph's.
+    ``view``: the view that leads from the shape of the first result to the shape of the node that it replaces.
     """
 
     pattern: str
@@ -77,6 +121,7 @@ class Match:
     inner: tuple[fx.Node, ...]
     bound: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     order: tuple[int, ...] | None = None
+    view: fx.Node | None = None
 
     @property
     def source(self) -> str:
@@ -84,9 +129,7 @@ class Match:
 
     def inputs(self) -> list[fx.Node]:
         """The nodes that the operator reads."""
-        return [
-            a.node if isinstance(a, Permuted) else a for a in self.args.values() if isinstance(a, fx.Node | Permuted)
-        ]
+        return _nodes(tuple(self.args.values()))
 
     def values(self) -> dict[str, Any]:
         """The arguments with example values (fake tensors) in place of nodes."""
@@ -114,46 +157,59 @@ class Match:
         users = {u for o in self.outputs if o is not None for u in o.users}
         if users:
             first_user = min(users)
-            for node in [n for argument in inputs for n in _late(argument, first_user, users)]:
+            for node in _late(inputs, first_user, users):
                 first_user.prepend(node)
         after = _below_placeholders(max(inputs) if inputs else next(iter(graph.nodes)))
-        args = {name: a.insert() if isinstance(a, Permuted) else a for name, a in self.args.items()}
+        args = {name: _inserted(a) for name, a in self.args.items()}
         after = max(after, *(a for a in args.values() if isinstance(a, fx.Node)))
         with graph.inserting_after(after):
             call = graph.call_function(self.operator.op, kwargs=args)
         call.meta = _inherit(next(o for o in self.outputs if o is not None))
-        if len(self.operator.op._schema.returns) == 1 and self.order is None:
+        single = len(self.operator.op._schema.returns) == 1
+        if single and self.order is None and self.view is None:
             self.outputs[0].replace_all_uses_with(call)
             return call
-        call.meta["val"] = self.operator.op(**self.values())
+        call.meta["val"] = self._result()
         for index, old in reversed(list(enumerate(self.outputs))):
             if old is None:
                 continue
-            with graph.inserting_after(call):
-                if self.order is None:
-                    item = graph.call_function(operator.getitem, (call, index))
-                else:
-                    back = [self.order.index(d) for d in range(len(self.order))]
-                    item = graph.call_function(torch.ops.aten.permute.default, (call, back))
-            item.meta = _inherit(old)
+            item = call
+            if not single:
+                item = _insert(call, operator.getitem, (call, index), old)
+                item.meta["val"] = call.meta["val"][index]
+            if self.order is not None:
+                back = [self.order.index(d) for d in range(len(self.order))]
+                item = _insert(call, torch.ops.aten.permute.default, (call, back), old)
+            if self.view is not None and index == 0:
+                # Behind the view itself, so that its sizes are known.
+                item = _insert(max(item, self.view), torch.ops.aten.view.default, (item, self.view.args[1]), old)
             old.replace_all_uses_with(item)
         return call
+
+    def _result(self) -> Any:
+        """The example value of the operator's results; running the operator on fake tensors is slow."""
+        if self.order is not None:
+            return self.outputs[0].meta["val"].permute(self.order)
+        if self.view is not None or None in self.outputs:
+            return self.operator.op(**self.values())
+        return tuple(o.meta["val"] for o in self.outputs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
     """One equation that the backend knows.
 
-    ``anchors(node)`` picks candidates cheaply; ``match(node)`` returns a Match, raises :class:`Unmatched` with
-    the reason, or returns None where the candidate is plainly something else and not worth a word.
+    ``anchors(node)`` picks candidates cheaply; ``match(node)`` returns a Match, or a Recognised for what is the
+    pattern but cannot be rewritten, raises :class:`Unmatched` with the reason, or returns None where the candidate is
+    plainly something else and not worth a word.
     """
 
     name: str
     kind: str
     anchors: Callable[[fx.Node], bool]
-    match: Callable[[fx.Node], Match | None]
+    match: Callable[[fx.Node], Match | Recognised | None]
 
-    def try_match(self, node: fx.Node) -> Match | Miss | None:
+    def try_match(self, node: fx.Node) -> Match | Recognised | Miss | None:
         try:
             return self.match(node)
         except Unmatched as reason:
@@ -175,15 +231,18 @@ def source_line(node: fx.Node) -> str:
     return f"{last['file']}:{last['line']}: {last['code'].strip()}"
 
 
-def _late(node: fx.Node, first_user: fx.Node, users: set[fx.Node]) -> Iterator[fx.Node]:
-    """What has to move up so that ``node`` is known before ``first_user``, in the order of moving."""
-    if node < first_user:
-        return
-    if node in users or node.op != "call_function" or node.is_impure():
-        raise Unmatched("an argument is computed only after the first use of a result")
-    for operand in node.all_input_nodes:
-        yield from _late(operand, first_user, users)
-    yield node
+def _late(arguments: Iterable[fx.Node], first_user: fx.Node, users: set[fx.Node]) -> list[fx.Node]:
+    """What has to move up so that ``arguments`` are known before ``first_user``, in the order of moving."""
+    late, work = set(), list(arguments)
+    while work:
+        node = work.pop()
+        if node < first_user or node in late:
+            continue
+        if node in users or node.op != "call_function" or node.is_impure():
+            raise Unmatched("an argument is computed only after the first use of a result")
+        late.add(node)
+        work.extend(node.all_input_nodes)
+    return sorted(late)
 
 
 def _below_placeholders(node: fx.Node) -> fx.Node:
@@ -193,8 +252,30 @@ def _below_placeholders(node: fx.Node) -> fx.Node:
     return node
 
 
+def _nodes(arguments: tuple[Any, ...]) -> list[fx.Node]:
+    """The nodes that arguments, lazily built ones included, are made of."""
+    found: list[fx.Node] = []
+    for a in pytree.tree_leaves(arguments):
+        found += [a] if isinstance(a, fx.Node) else []
+        found += [a.node] if isinstance(a, Permuted) else []
+        found += _nodes(a.args) if isinstance(a, Call) else []
+    return found
+
+
+def _inserted(argument: Any) -> Any:
+    return argument.insert() if isinstance(argument, Permuted | Call) else argument
+
+
+def _insert(after: fx.Node, target: Any, args: tuple[Any, ...], old: fx.Node) -> fx.Node:
+    """A call behind ``after``, with the metadata of the node that it stands for."""
+    with after.graph.inserting_after(after):
+        node = after.graph.call_function(target, args)
+    node.meta = _inherit(old)
+    return node
+
+
 def _example(argument: Any) -> Any:
-    if isinstance(argument, Permuted):
+    if isinstance(argument, Permuted | Call):
         return argument.value
     return argument.meta["val"] if isinstance(argument, fx.Node) else argument
 

@@ -6,13 +6,18 @@ Matches, in any spelling that the algebra knows (commuted, cast, viewed, ``sqrt`
     n = h.float() * rsqrt(mean(h.float() ** 2, -1, keepdim=True) + eps)
     y = [cast](n) [* [cast](weight [+ offset])] [+ bias]
 
+and, where no short type rounds in between, the weight first: ``(weight * h) * rsqrt(...)``, ``h * (weight * rsqrt())``.
+Of a grouped norm the weight may stand behind the view that merges groups and columns again.  What gates a norm,
+``norm(x) * silu(z)``, stays behind it, and ``x * silu(z)`` or whatever else scales the input in front.
+
 Replaces with ``portable_ops::rms_norm`` or, with a residual, ``portable_ops::add_rms_norm``, which also returns h.
 
 Where the rows lie in another order in memory than in the shape (heads that were transposed before they are
 normalised), the operator reads and writes them in memory's order, between two permutes.
 
 Declines when: the mean is not over the last dimension only; the squares, their mean or its inverse root are not
-computed in float32 (the rounding would differ); a mean is subtracted (LayerNorm); there is no mean (L2 norm).
+computed in float32 (the rounding would differ); a root that something is divided by is rounded; the weight is
+multiplied first and that product rounded; a mean is subtracted (LayerNorm); there is no mean (L2 norm).
 """
 
 from __future__ import annotations
@@ -51,10 +56,7 @@ def match(anchor: fx.Node) -> Match | None:
     if algebra.dtype_of(anchor) != torch.float32:
         raise Unmatched(f"the inverse root is computed in {algebra.dtype_of(anchor)}, not float32")
     normalised = _normalised(anchor, h, divides)
-    if algebra.dtype_of(normalised) != torch.float32:
-        raise Unmatched(f"the normalised value is computed in {algebra.dtype_of(normalised)}, not float32")
-    tail = _follow(normalised, h)
-    return _build(anchor, h, eps, tail)
+    return _build(anchor, h, eps, _follow(normalised))
 
 
 def _mean_of_squares(radicand: Any) -> tuple[fx.Node, float | fx.Node] | None:
@@ -79,21 +81,52 @@ def _mean_of_squares(radicand: Any) -> tuple[fx.Node, float | fx.Node] | None:
     return square, eps
 
 
-def _normalised(anchor: fx.Node, h: fx.Node, divides: bool) -> fx.Node:
-    """The node ``h * rsqrt`` (or ``h / sqrt``)."""
-    rounded = None
-    for user in algebra.readers(anchor):
-        if algebra.is_cast(user):
-            rounded = user
-        if divides and algebra.is_op(user, aten.div) and algebra.strip_upcast(user.args[0]) is h:
-            return user
-        if not divides and algebra.is_op(user, aten.mul):
-            for a, b in algebra.commuted(user):
-                if algebra.strip_aliases(b) is anchor and isinstance(a, fx.Node) and algebra.strip_upcast(a) is h:
-                    return user
-    if rounded is not None:
-        raise Unmatched(f"the inverse root is rounded to {algebra.dtype_of(rounded)} before it is multiplied")
+@dataclasses.dataclass(frozen=True)
+class _Normalised:
+    """``node`` is ``h * root.to(root_dtype)``, times ``factor`` where the weight was multiplied in on the way."""
+
+    node: fx.Node
+    root_dtype: torch.dtype | None = None
+    factor: fx.Node | None = None
+
+
+def _normalised(anchor: fx.Node, h: fx.Node, divides: bool) -> _Normalised:
+    """What the inverse root ``anchor`` makes of ``h`` (the root, if ``divides``)."""
+    if divides:
+        for user in algebra.readers(anchor):
+            if algebra.is_op(user, aten.div) and algebra.strip_upcast(user.args[0]) is h:
+                return _Normalised(user)
+    roots = {u: val(u).dtype for u in algebra.readers(anchor) if algebra.is_cast(u)}
+    for root, dtype in {anchor: None, **roots}.items() if not divides else ():
+        for node, factor, exact in _scaled(root, h):
+            if factor is None:
+                return _Normalised(node, dtype)
+            if not exact or dtype is not None:
+                raise Unmatched("the weight is multiplied in first and its product rounded")
+            return _Normalised(node, None, factor)
+    if roots:
+        raise Unmatched(f"the root is rounded to {next(iter(roots.values()))} before it is used")
     raise Unmatched("the value that is normalised is not the one whose squares were averaged")
+
+
+def _scaled(root: fx.Node, h: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None, bool]]:
+    """Products of ``h`` and ``root``, each with the weight that is in it already, and whether nothing was rounded."""
+    hidden_size = val(h).shape[-1]
+    for user in algebra.readers(root):
+        for other, scale in algebra.commuted(user) if algebra.is_op(user, aten.mul) else ():
+            if algebra.strip_aliases(scale) is not root or not isinstance(other, fx.Node):
+                continue
+            product = algebra.strip_upcast(other)
+            if product is h:
+                yield user, None, True
+            elif _is_vector(other, hidden_size):
+                for outer in algebra.readers(user):
+                    if algebra.is_op(outer, aten.mul) and any(algebra.strip_upcast(a) is h for a in outer.args):
+                        yield outer, other, val(user).dtype == torch.float32
+            elif algebra.is_op(product, aten.mul):
+                for a, factor in algebra.commuted(product):
+                    if algebra.strip_upcast(a) is h and _is_vector(factor, hidden_size):
+                        yield user, factor, val(product).dtype == torch.float32
 
 
 @dataclasses.dataclass
@@ -108,22 +141,29 @@ class _Tail:
     weight_dtype: torch.dtype | None = None
     offset: float = 0.0
     bias: fx.Node | None = None
+    root_dtype: torch.dtype | None = None
+    view: fx.Node | None = None
 
     def advance(self, node: fx.Node) -> None:
         self.node = node
         self.nodes.append(node)
 
 
-def _follow(normalised: fx.Node, h: fx.Node) -> _Tail:
-    """Follow ``normalised`` through a cast, the weight, the bias and a last cast, as far as they go."""
-    hidden_size = val(normalised).shape[-1]
-    tail = _Tail(normalised, [normalised])
-    _take_cast(tail, hidden_size)
-    tail.norm_dtype = val(tail.node).dtype
-    weighted = _only(u for u in tail.node.users if algebra.is_op(u, aten.mul) and _vector(u, tail.node, hidden_size))
-    if weighted is None:
-        return tail
-    _take_weight(tail, weighted, _vector(weighted, tail.node, hidden_size))
+def _follow(normalised: _Normalised) -> _Tail:
+    """Follow the normalised value through a cast, the weight, the bias and a last cast, as far as they go."""
+    node = normalised.node
+    hidden_size = val(node).shape[-1]
+    tail = _Tail(node, [node], norm_dtype=val(node).dtype, root_dtype=normalised.root_dtype)
+    if normalised.factor is not None:
+        _take_weight(tail, node, normalised.factor)
+    else:
+        if tail.norm_dtype == torch.float32:  # else it is rounded, and a cast would be another rounding point
+            _take_cast(tail, hidden_size)
+            tail.norm_dtype = val(tail.node).dtype
+        weighted = _product_with_vector(tail.node, hidden_size)
+        if weighted is None:
+            return _behind_a_view(tail)
+        _take_weight(tail, weighted, _vector(weighted, tail.node, hidden_size))
     _take_cast(tail, hidden_size)
     tail.product_dtype = val(tail.node).dtype
     biased = _only(u for u in tail.node.users if algebra.is_op(u, aten.add) and _vector(u, tail.node, hidden_size))
@@ -132,6 +172,39 @@ def _follow(normalised: fx.Node, h: fx.Node) -> _Tail:
         tail.advance(biased)
         _take_cast(tail, hidden_size)
     return tail
+
+
+def _product_with_vector(x: fx.Node, size: Any) -> fx.Node | None:
+    return _only(u for u in x.users if algebra.is_op(u, aten.mul) and _vector(u, x, size))
+
+
+def _behind_a_view(tail: _Tail) -> _Tail:
+    """``tail`` with a weight that stands behind a view: over the columns, or over groups and columns together."""
+    x = tail.node
+    merged = _only(x.users)
+    if merged is None or not algebra.is_reshape(merged) or not _is_contiguous(x) or not _is_contiguous(merged):
+        return tail
+    *_, groups, hidden_size = (1, *val(x).shape)
+    size = val(merged).shape[-1]
+    if not (algebra.same_size(size, hidden_size) or algebra.same_size(size, groups * hidden_size)):
+        return tail
+    behind = dataclasses.replace(tail, node=merged, nodes=[*tail.nodes, merged], view=merged)
+    if behind.norm_dtype == torch.float32:
+        _take_cast(behind, size)
+        behind.norm_dtype = val(behind.node).dtype
+    weighted = _product_with_vector(behind.node, size)
+    if weighted is None:
+        return tail
+    _take_weight(behind, weighted, _vector(weighted, behind.node, size))
+    if behind.weight is None:
+        return tail
+    _take_cast(behind, size)
+    behind.product_dtype = val(behind.node).dtype
+    return behind
+
+
+def _is_contiguous(x: fx.Node) -> bool:
+    return algebra.dense_order(val(x)) == tuple(range(val(x).dim()))
 
 
 def _take_cast(tail: _Tail, hidden_size: Any) -> None:
@@ -145,12 +218,18 @@ def _take_cast(tail: _Tail, hidden_size: Any) -> None:
 def _vector(node: fx.Node, x: fx.Node, hidden_size: Any) -> fx.Node | None:
     """The operand of ``node`` beside ``x`` if it is a vector over the hidden dimension."""
     for a, b in algebra.commuted(node):
-        if a is x and isinstance(b, fx.Node) and isinstance(b.meta.get("val"), torch.Tensor):
-            shape = b.meta["val"].shape
-            leading_ones = len(shape) >= 1 and all(algebra.same_size(s, 1) for s in shape[:-1])
-            if leading_ones and algebra.same_size(shape[-1], hidden_size) and not algebra.same_size(hidden_size, 1):
-                return b
+        if a is x and _is_vector(b, hidden_size):
+            return b
     return None
+
+
+def _is_vector(x: Any, hidden_size: Any) -> bool:
+    """Whether ``x`` has one element for each column, whatever the row."""
+    if not isinstance(x, fx.Node) or not isinstance(x.meta.get("val"), torch.Tensor) or val(x).dim() == 0:
+        return False
+    *leading, last = val(x).shape
+    ones = all(algebra.same_size(s, 1) for s in leading)
+    return ones and algebra.same_size(last, hidden_size) and not algebra.same_size(hidden_size, 1)
 
 
 def _scale_of(node: fx.Node, tail: _Tail, hidden_size: Any) -> fx.Node | None:
@@ -206,19 +285,22 @@ def _build(anchor: fx.Node, h: fx.Node, eps: float | fx.Node, tail: _Tail) -> Ma
         "norm_dtype": tail.norm_dtype,
         "product_dtype": tail.product_dtype or tail.norm_dtype,
         "out_dtype": out_dtype,
+        "root_dtype": tail.root_dtype,
     }
-    bound = {k: v for k, v in args.items() if k not in ("x", "weight", "bias", "eps_tensor")}
+    bound = {k: v for k, v in args.items() if k not in ("x", "weight", "bias", "eps_tensor") and v is not None}
     order = algebra.dense_order(val(tail.node))
     if order is None:
-        raise Unmatched("the last dimension of the result is not the innermost one in memory")
+        if not algebra.strided_columns(val(h)):
+            raise Unmatched("the result has gaps in memory")
+        order = tuple(range(val(h).dim()))  # the operator declines such rows
     if order != tuple(range(len(order))):
         args["x"] = Permuted(h, order)
         return Match("rms_norm", "rms_norm", anchor, RMS_NORM, args, (tail.node,), inner, bound, order)
     summands = _residual(h)
     if summands is None:
-        return Match("rms_norm", "rms_norm", anchor, RMS_NORM, args, (tail.node,), inner, bound)
+        return Match("rms_norm", "rms_norm", anchor, RMS_NORM, args, (tail.node,), inner, bound, view=tail.view)
     args = {"x": summands[0], "residual": summands[1], **{k: v for k, v in args.items() if k != "x"}}
-    return Match("add_rms_norm", "rms_norm", anchor, ADD_RMS_NORM, args, (tail.node, h), inner, bound)
+    return Match("add_rms_norm", "rms_norm", anchor, ADD_RMS_NORM, args, (tail.node, h), inner, bound, view=tail.view)
 
 
 def _residual(h: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -235,13 +317,20 @@ def _residual(h: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return a, b
 
 
+_ROOTS = (aten.rsqrt, aten.pow, aten.reciprocal, aten.div, aten.sqrt)
+
+
 def _is_anchor(node: fx.Node) -> bool:
+    if not algebra.is_op(node, *_ROOTS):
+        return False
     if algebra.inverse_square_root(node) is not None:
-        return not algebra.is_alias(node)
+        return True
     # A bare square root counts where something is divided by it (but `1 / sqrt` is an anchor of its own).
-    return algebra.square_root(node) is not None and any(
-        algebra.is_op(u, aten.div) and u.args[1] is node and algebra.inverse_square_root(u) is None for u in node.users
-    )
+    if algebra.square_root(node) is None:
+        return False
+    roots = {node, *(u for u in node.users if algebra.is_cast(u))}
+    divided = (u for r in roots for u in r.users if algebra.is_op(u, aten.div) and u.args[1] is r)
+    return any(algebra.inverse_square_root(u) is None for u in divided)
 
 
 RMS_NORM_PATTERN = Pattern("rms_norm", "rms_norm", _is_anchor, match)

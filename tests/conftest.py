@@ -36,6 +36,10 @@ def _why_no_gpu() -> str | None:
     return None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--zoo-all", action="store_true", help="test_zoo.py: every architecture in every configuration")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = _why_no_gpu()
     if reason is not None:
@@ -44,10 +48,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "architecture" not in metafunc.fixturenames:
+        return
+    zoo, everything = _load_sibling("zoo"), metafunc.config.getoption("zoo_all")
+    cases = [
+        pytest.param(architecture, name, id=f"{architecture.name}-{name}")
+        for architecture in (*zoo.CI, *(zoo.OTHERS if everything else ()))
+        for name in (metafunc.module.CONFIGURATIONS if everything else metafunc.module.IN_CI)
+        if architecture.decodes or not name.endswith("decode")
+    ]
+    metafunc.parametrize(("architecture", "configuration"), cases)
+
+
 @pytest.fixture(scope="session")
 def tracing() -> ModuleType:
     """``tests/tracing.py``: the joint graph of a model before and after the rewrite, and what it computes."""
     return _load_sibling("tracing")
+
+
+@pytest.fixture(scope="session")
+def zoo() -> ModuleType:
+    """``tests/zoo.py``: tiny Hugging Face models, and what each really calls."""
+    return _load_sibling("zoo")
 
 
 @pytest.fixture(scope="session")

@@ -41,6 +41,8 @@ SPELLINGS = {
     "short offset": {**rounding(BF16, FP32, BF16, BF16), "weight_offset": 1.0},
     # float32 weight kept by a bfloat16 model: the product and the result are float32
     "fp32 weight": {**rounding(FP32, BF16, FP32, FP32)},
+    # DeepSeek V4: x * rsqrt(...).to(x.dtype)
+    "short root": {**rounding(BF16, BF16, BF16, BF16), "root_dtype": BF16},
     # the two halves of mixed types promote to float32 before the product is rounded
     "mixed": {**rounding(FP16, BF16, BF16, FP16)},
 }
@@ -84,7 +86,8 @@ def exact(args: dict[str, Any]) -> list[torch.Tensor]:
     eps = args["eps"] if args.get("eps_tensor") is None else args["eps_tensor"].double()
     out = total * torch.rsqrt((total * total).mean(-1, keepdim=True) + eps)
     if args["weight"] is not None:
-        out = out * (args["weight"].double() + args.get("weight_offset", 0.0))
+        weight = args["weight"].double() + args.get("weight_offset", 0.0)
+        out = (out.view(*x.shape[:-2], -1) * weight).view(x.shape) if len(weight) != x.shape[-1] else out * weight
     if args.get("bias") is not None:
         out = out + args["bias"].double()
     return [out, total] if "residual" in args else [out]
@@ -188,6 +191,17 @@ def test_bias_without_weight(interpret) -> None:
     assert_as_close_as_reference(args, run_interpreted(interpret, args))
 
 
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("shape", [(5, 3, 100), (3, 4, 128), (2, 3, 4, 64), (3, 2048), (2, 2, 33000)], ids=str)
+def test_a_weight_for_every_group(interpret, shape: tuple[int, ...], residual: bool) -> None:
+    """[..., groups, columns] with the weight of the ungrouped dimension, also where a program holds several rows."""
+    weight = random(shape[-2] * shape[-1], seed=1)
+    args = arguments(
+        random(*shape), random(*shape, seed=3) if residual else None, weight=weight, bias=True, weight_offset=1.0
+    )
+    assert_as_close_as_reference(args, run_interpreted(interpret, args))
+
+
 @pytest.mark.parametrize("dtype", [FP64, FP32, BF16], ids=str)
 @pytest.mark.parametrize("n_cols", [100, 33000])
 def test_eps_in_a_tensor(interpret, n_cols: int, dtype: torch.dtype) -> None:
@@ -279,6 +293,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
         "eps": draw(st.sampled_from([1e-6, 1e-5, 0.0])),
         "weight_offset": draw(st.sampled_from([0.0, 1.0])),
         **rounding(*(draw(dtype) for _ in range(4))),
+        "root_dtype": draw(st.none() | dtype),
     }
     if draw(st.booleans()):
         args["residual"] = rows(draw(dtype), seed + 2)
@@ -362,6 +377,9 @@ DECLINED = {
     "eps elsewhere": ({"eps_tensor": torch.tensor(1.0, device="meta")}, "x is on cpu, eps on meta"),
     "infinite eps": ({"eps": float("inf")}, "eps or the weight offset is not finite"),
     "offset NaN": ({"weight_offset": float("nan")}, "eps or the weight offset is not finite"),
+    "float64 root": ({"root_dtype": FP64}, "rounds to float64; the kernel knows float32, bfloat16, float16"),
+    "weight for other groups": ({"x": random(2, 3, 100), "weight": random(200)}, "weight has shape (200,), not (100,)"),
+    "bias for every group": ({"bias": random(400)}, "bias has shape (400,), not (100,)"),
     "float64 norm": ({"norm_dtype": FP64}, "rounds to float64; the kernel knows float32, bfloat16, float16"),
     "float64 result": ({"out_dtype": FP64}, "rounds to float64; the kernel knows float32, bfloat16, float16"),
     "residual of another shape": ({"residual": X[:1]}, "x and residual differ in shape"),
@@ -455,6 +473,7 @@ def machine_code_cases() -> dict[str, dict[str, Any]]:
             **arguments(rows(4096, 5120), weight=rows(5120, dtype=FP32), **everything),
             "bias": rows(5120, dtype=FP32),
         },
+        "groups": arguments(rows(2048, 8, 1024), weight=rows(8192)),
         "fp32": arguments(rows(4096, 8192, dtype=FP32), rows(4096, 8192), weight=rows(8192, dtype=FP32)),
         "widest in one pass": arguments(rows(2048, 32768), rows(2048, 32768), weight=rows(32768)),
         "two passes": arguments(rows(2048, 65536), rows(2048, 65536), weight=rows(65536)),
@@ -480,7 +499,7 @@ def test_machine_code_of_sm_90(compile_ahead, name: str) -> None:
 
 
 @pytest.mark.parametrize("arch", TARGETS)
-@pytest.mark.parametrize("name", ["heads", "everything", "two passes"])
+@pytest.mark.parametrize("name", ["heads", "everything", "groups", "two passes"])
 def test_compiles_ahead_of_time(compile_ahead, arch: str, name: str) -> None:
     target, operator, args = named_target(arch), operator_of(CODE[name]), CODE[name]
     assert operator.supports(**args, target=target) is None

@@ -189,6 +189,124 @@ def test_types_of_input_and_weight(dtype: torch.dtype, weight_dtype: torch.dtype
     tracing.assert_as_good_as_eager(traced.result, norm, *args)
 
 
+WEIGHT_FIRST_SPELLINGS: dict[str, tuple[Callable, torch.dtype]] = {
+    "weight * h first": (lambda x, w, r: (w * x) * r, F32),
+    "h * weight first, commuted": (lambda x, w, r: r * (x * w), F32),
+    "weight * root first": (lambda x, w, r: x * (w * r), F32),
+    "weight of shape [1, N]": (lambda x, w, r: x * (w.view(1, N) * r), F32),
+    "1 + w first": (lambda x, w, r: ((1 + w) * x) * r, F32),
+    "short input, wide weight": (lambda x, w, r: ((w.float() * x.float()) * r).to(x.dtype), BF16),
+    "short input, promoted": (lambda x, w, r: ((w * x.float()) * r).to(x.dtype), BF16),
+}
+
+
+@pytest.mark.parametrize(("spelling", "dtype"), WEIGHT_FIRST_SPELLINGS.values(), ids=WEIGHT_FIRST_SPELLINGS)
+def test_the_weight_may_come_first(spelling: Callable, dtype: torch.dtype, tracing: ModuleType) -> None:
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        return spelling(x, w, torch.rsqrt(mean_square(x.float()) + EPS))
+
+    args = tensor(2, 3, N, dtype=dtype), tensor(N, seed=1, dtype=dtype)
+    with torch.no_grad():
+        traced = tracing.trace(norm, *args, gate="always")
+    assert traced.report.rewritten["rms_norm"] == traced.report.counts["rms_norm"] == 1
+    assert "weight=%" in traced.after and "aten.rsqrt" not in traced.after
+    tracing.assert_as_good_as_eager(traced.result, norm, *args)
+
+
+SHORT_ROOTS: dict[str, Callable] = {
+    "short product": lambda x, r, w: x * r.to(x.dtype),  # DeepSeek V4
+    "short product and weight": lambda x, r, w: w * (x * r.to(x.dtype)),
+    "wide product": lambda x, r, w: (x.float() * r.to(x.dtype)).to(x.dtype) * w,
+    "short product widened": lambda x, r, w: (x * r.to(x.dtype)).float(),
+    "short product, wide weight": lambda x, r, w: w.float() * (x * r.to(x.dtype)),
+    "of another short type": lambda x, r, w: x * r.half(),
+}
+
+
+@pytest.mark.parametrize("spelling", SHORT_ROOTS.values(), ids=SHORT_ROOTS)
+def test_a_rounded_inverse_root(spelling: Callable, tracing: ModuleType) -> None:
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        return spelling(x, torch.rsqrt(mean_square(x.float()) + EPS), w)
+
+    args = tensor(2, 3, N), tensor(N, seed=1)
+    with torch.no_grad():
+        traced = tracing.trace(norm, *args, gate="always")
+        exact = norm(*args)
+    assert traced.report.rewritten["rms_norm"] == 1 and not traced.report.misses
+    assert "root_dtype=" in traced.after and "aten.rsqrt" not in traced.after
+    assert traced.result.dtype == exact.dtype
+    # The same roundings: equal but for what the order of the sum moves across one.
+    assert (traced.result == exact).double().mean() > 0.99
+    tracing.assert_as_good_as_eager(traced.result, norm, *args)
+
+
+# ----------------------------------------------------------------------------------------- groups, gates, scaled inputs
+
+GROUPED: dict[str, tuple[Callable, str]] = {
+    "groups": (lambda n, w, x: w * n.view(2, 3, N).to(x.dtype), "weight=%"),  # Zamba 2
+    "cast, then merged": (lambda n, w, x: n.to(x.dtype).view(2, 3, N) * w, "weight=%"),
+    "1 + w": (lambda n, w, x: (n.flatten(-2) * (1 + w.float())).to(x.dtype), "weight_offset=1.0"),
+    "everything merged": (lambda n, w, x: n.reshape(-1, N) * w, "weight=%"),
+    "no cast back": (lambda n, w, x: n.view(2, 3, N) * w, "weight=%"),
+    "a weight that is not one": (lambda n, w, x: n.view(2, 3, N) * x, "norm_dtype=f32"),
+    "split further": (lambda n, w, x: n.view(2, 3, 8, 8) * w[:8], "norm_dtype=f32"),
+}
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize(("scale", "bound"), GROUPED.values(), ids=GROUPED)
+def test_groups_with_a_weight_over_all_of_them(scale: Callable, bound: str, groups: int, tracing: ModuleType) -> None:
+    def norm(x: Tensor, gate: Tensor, w: Tensor) -> Tensor:
+        f = (x.float() * F.silu(gate.float())).view(2, 3, groups, N // groups)
+        return scale(f * torch.rsqrt(mean_square(f) + EPS), w, x)
+
+    args = tensor(2, 3, N), tensor(2, 3, N, seed=1), tensor(N, seed=2)
+    with torch.no_grad():
+        traced = tracing.trace(norm, *args, gate="always")
+    assert traced.report.rewritten["rms_norm"] == traced.report.counts["rms_norm"] == 1
+    call = " ".join(traced.after.split("\n    "))
+    assert bound in re.search(r"portable_ops.rms_norm.default\([^)]*\)", call).group(0)
+    tracing.assert_as_good_as_eager(traced.result, norm, *args)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_groups_of_a_residual_sum(dynamic: bool | None, tracing: ModuleType) -> None:
+    def norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        h = x + r
+        f = h.float()
+        n = f * torch.rsqrt(mean_square(f) + EPS)
+        return w * n.to(x.dtype).flatten(-2), h
+
+    args = tensor(2, 3, 4, 16), tensor(2, 3, 4, 16, seed=1), tensor(N, seed=2)
+    if dynamic:
+        for t in args[:2]:
+            torch._dynamo.mark_dynamic(t, (0, 1))
+    with torch.no_grad():
+        traced = tracing.trace(norm, *args, gate="always")
+    assert [(s.pattern, s.decision) for s in traced.report.sites] == [("add_rms_norm", "rewritten")]
+    assert "weight=%" in traced.after
+    tracing.assert_as_good_as_eager(traced.result, norm, *args)
+
+
+GATED: dict[str, Callable] = {
+    "norm(x) * silu(z)": lambda x, z, w: (rms_norm(x, w) * F.silu(z.float())).to(x.dtype),  # Qwen3-Next
+    "norm(x * silu(z))": lambda x, z, w: rms_norm(x * F.silu(z.float()).to(x.dtype), w),
+    "norm(x) * sigmoid(z), gate before the cast": lambda x, z, w: (
+        rms_norm(x.float(), w.float()) * torch.sigmoid(z.float())
+    ).to(x.dtype),
+    "scaled input": lambda x, z, w: rms_norm((x.float() * (1 + w)).to(x.dtype), z[0, 0]),  # Muse Spark
+}
+
+
+@pytest.mark.parametrize("norm", GATED.values(), ids=GATED)
+def test_a_gate_stays_outside(norm: Callable, tracing: ModuleType) -> None:
+    args = tensor(2, 3, N), tensor(2, 3, N, seed=1), tensor(N, seed=2)
+    with torch.no_grad():
+        traced = tracing.trace(norm, *args, gate="always", enable="rms_norm")
+    assert traced.report.rewritten["rms_norm"] == traced.report.counts["rms_norm"] == 1
+    tracing.assert_as_good_as_eager(traced.result, norm, *args)
+
+
 # ----------------------------------------------------------------------------------------------------------- eps
 
 
@@ -535,10 +653,26 @@ return (%6,)
     )
 
 
-def test_columns_that_are_not_innermost_are_a_near_miss() -> None:
-    report = explained(lambda x: rms_norm(x.transpose(1, 2), torch.ones(3, dtype=BF16)), tensor(2, 3, N))
-    assert report.counts["rms_norm"] == 0
-    assert [m.reason for m in report.misses] == ["the last dimension of the result is not the innermost one in memory"]
+def test_columns_that_are_not_innermost_are_recognised_and_left_alone(tracing: ModuleType) -> None:
+    def norm(x: Tensor) -> Tensor:  # Inkling's, of a token's neighbours
+        return rms_norm(x.transpose(1, 2), torch.ones(3, dtype=BF16))
+
+    with torch.no_grad():
+        traced = tracing.trace(norm, tensor(2, 3, N), gate="always")
+        assert traced.after == tracing.stock_graph(norm, tensor(2, 3, N))
+    assert traced.report.counts["rms_norm"] == 1 and not traced.report.misses
+    assert [s.reason for s in traced.report.declined] == ["the last dimension of x is not contiguous"]
+
+
+def test_a_weight_that_is_not_contiguous_is_recognised_and_left_alone(tracing: ModuleType) -> None:
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight[::2])
+
+    args = tensor(2, 3, N), tensor(2 * N, seed=1)
+    with torch.no_grad():
+        traced = tracing.trace(norm, *args, gate="always")
+        assert traced.after == tracing.stock_graph(norm, *args)
+    assert [s.reason for s in traced.report.declined] == ["weight is not contiguous"]
 
 
 # ----------------------------------------------------------------------------------------------------- extra users
@@ -658,6 +792,16 @@ def test_a_hidden_size_that_is_dynamic_is_declined() -> None:
     assert [s.reason for s in report.declined] == ["the hidden size of x is dynamic"]
 
 
+@pytest.mark.parametrize("mean", [lambda s, n: s / n, lambda s, n: s * (1 / n), lambda s, n: (1 / n) * s])
+def test_a_sum_divided_by_a_dynamic_hidden_size(mean: Callable) -> None:
+    x = tensor(2, 3, N, dtype=F32)
+    torch._dynamo.mark_dynamic(x, 2)
+    report = explained(lambda x: x * torch.rsqrt(mean(x.pow(2).sum(-1, keepdim=True), x.shape[-1]) + EPS), x)
+    assert [s.reason for s in report.declined] == ["the hidden size of x is dynamic"] and not report.misses
+    report = explained(lambda x: x * torch.rsqrt(mean(x.pow(2).sum(-1, keepdim=True), 2 * x.shape[-1]) + EPS), x)
+    assert report.counts["rms_norm"] == 0
+
+
 def test_a_marked_sequence_of_transposed_heads(tracing: ModuleType) -> None:
     def norm(x: Tensor, w: Tensor) -> Tensor:
         return rms_norm(x.unflatten(-1, (4, 16)).transpose(1, 2), w)
@@ -725,6 +869,7 @@ NOT_FLOAT32 = "the squares are computed in torch.bfloat16, not float32"
 OTHER_MEAN = "the mean is not over the last dimension alone with keepdim=True"
 OTHER_VALUE = "the value that is normalised is not the one whose squares were averaged"
 L2_NORM = "a sum of squares is not divided by their number: an L2 norm"
+WEIGHT_FIRST = "the weight is multiplied in first and its product rounded"
 VARIANCE = "a variance stands under the root, as in LayerNorm: RMSNorm subtracts no mean"
 
 NEAR_MISSES: dict[str, tuple[Callable, tuple, str]] = {
@@ -778,10 +923,30 @@ NEAR_MISSES: dict[str, tuple[Callable, tuple, str]] = {
         (2, 3, N, F32),
         "the inverse root is computed in torch.bfloat16, not float32",
     ),
-    "inverse root rounded": (  # DeepSeek V4
-        lambda x: x * torch.rsqrt(mean_square(x.float()) + EPS).to(x.dtype),
+    "root rounded, then divided by": (
+        lambda x: x / torch.sqrt(mean_square(x.float()) + EPS).to(x.dtype),
         (2, 3, N, BF16),
-        "the inverse root is rounded to torch.bfloat16 before it is multiplied",
+        "the root is rounded to torch.bfloat16 before it is used",
+    ),
+    "inverse root rounded, then used for another value": (
+        lambda x: x.sin() * torch.rsqrt(mean_square(x.float()) + EPS).to(x.dtype),
+        (2, 3, N, BF16),
+        "the root is rounded to torch.bfloat16 before it is used",
+    ),
+    "weight first, rounded": (
+        lambda x: (x * x[0, 0]) * torch.rsqrt(mean_square(x.float()) + EPS),
+        (2, 3, N, BF16),
+        WEIGHT_FIRST,
+    ),
+    "weight first, inverse root rounded": (
+        lambda x: (x * x[0, 0]) * torch.rsqrt(mean_square(x) + EPS).bfloat16(),
+        (2, 3, N, F32),
+        WEIGHT_FIRST,
+    ),
+    "another value with a weight": (
+        lambda x: (x.sin() * x[0, 0]) * torch.rsqrt(mean_square(x) + EPS),
+        (2, 3, N, F32),
+        OTHER_VALUE,
     ),
     "double": (
         lambda x: x * torch.rsqrt(mean_square(x) + EPS),

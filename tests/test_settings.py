@@ -156,9 +156,15 @@ def compiled(**options: Any) -> torch.Tensor:
     [
         ({"mode": "reduce-overhea"}, "unknown mode 'reduce-overhea'; did you mean 'reduce-overhead'?"),
         ({"options": {"portable_ops.gat": 1}}, "unknown option 'portable_ops.gat'; did you mean 'portable_ops.gate'?"),
-        ({"options": {"portable_ops.gate": "tabel"}}, "portable_ops.gate: 'tabel' is not a gate; did you mean 'table'?"),
+        (
+            {"options": {"portable_ops.gate": "tabel"}},
+            "portable_ops.gate: 'tabel' is not a gate; did you mean 'table'?",
+        ),
         ({"options": {"max_autotun": True}}, "unknown option 'max_autotun'; did you mean 'max_autotune'?"),
-        ({"options": {"portable_op.gate": "never"}}, "unknown option 'portable_op.gate'; did you mean 'portable_ops.gate'?"),
+        (
+            {"options": {"portable_op.gate": "never"}},
+            "unknown option 'portable_op.gate'; did you mean 'portable_ops.gate'?",
+        ),
         ({"options": {"max_autotune": "yes"}}, "option 'max_autotune': got str, should be bool"),
         ({"options": {"cpp.threads": "two"}}, "option 'cpp.threads': got str, should be int"),
     ],

@@ -57,9 +57,9 @@ def in_double(model: Callable[..., Any], *args: Any) -> Any:
     wide = [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
     if isinstance(model, torch.nn.Module):
         state = {name: t.double() if t.is_floating_point() else t for name, t in model.state_dict().items()}
-        with _Widened():
+        with Widened():
             return torch.func.functional_call(model, state, tuple(wide))
-    with _Widened():
+    with Widened():
         return model(*wide)
 
 
@@ -67,7 +67,12 @@ def assert_as_good_as_eager(results: Any, model: Callable[..., Any], *args: Any)
     """No further from float64 than 1.5 times eager's own error plus one rounding of the output type."""
     with torch.no_grad():
         eager, truth = _tensors(model(*args)), _tensors(in_double(model, *args))
-    for ours, theirs, exact in zip(_tensors(results), eager, truth, strict=True):
+    assert_no_further_than(_tensors(results), eager, truth)
+
+
+def assert_no_further_than(results: Sequence[Tensor], eager: Sequence[Tensor], truth: Sequence[Tensor]) -> None:
+    """As above, given what eager computes and the truth in float64."""
+    for ours, theirs, exact in zip(results, eager, truth, strict=True):
         assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride())
         if exact.numel():
             rounding = torch.finfo(ours.dtype).eps * exact.abs().max()
@@ -79,7 +84,9 @@ def _tensors(results: Any) -> list[Tensor]:
     return [results] if isinstance(results, Tensor) else list(results)
 
 
-class _Widened(TorchDispatchMode):
+class Widened(TorchDispatchMode):
+    """Replaces every floating-point type that an op is asked for by float64."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return func(*map(_widen, args), **{name: _widen(a) for name, a in (kwargs or {}).items()})
 
@@ -153,6 +160,8 @@ def describe(graph: fx.Graph) -> str:
 
 
 def _name(target: Any) -> str:
+    if isinstance(target, str):  # of an attribute
+        return target
     return str(target) if isinstance(target, torch._ops.OpOverload) else target.__name__
 
 
