@@ -1,8 +1,8 @@
 """Measures where each operator pays, and writes the gate's table from it.
 
 Each case is a cell of a grid of sizes; a size between two grid points belongs to the nearer one (by ratio), and
-beyond the last one to the last.  ``python -m benchmarks tables`` turns the cells of all committed results into the rules
-of ``inductor_ext/gate_tables/<arch>.json``: take a rewrite where it is at least 2 % faster than stock Inductor.
+beyond the last one to the last.  ``python -m benchmarks tables`` turns the cells of all committed results into the
+rules of ``inductor_ext/gate_tables/<arch>.json``: take a rewrite where it is at least 2 % faster than stock Inductor.
 ``--write-table`` does that after the sweep.
 """
 

@@ -52,7 +52,7 @@ def _lowering(operator: Operator) -> Callable[..., Any]:
         tensors = {name: v for name, v in values.items() if isinstance(v, torch.Tensor)}
         device = next(iter(tensors.values())).device
         target = device_target(device)
-        if operator.plan is None or operator.supports(**values, target=target) is not None:
+        if target.backend == "cpu" or operator.plan is None or operator.supports(**values, target=target) is not None:
             return inductor.fallback(operator.op)(*args, **kwargs)
         plan = operator.plan(**values, target=target)
         boxes = {name: inductor.with_strides(bound[name], v.stride()) for name, v in tensors.items()}

@@ -95,7 +95,6 @@ _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | tor
 
 def _autocast(operator: Operator, device_type: str) -> Callable[..., Any]:
     """The autocast kernel; ``register_autocast`` would fix one dtype for good."""
-    below = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}"))
 
     def cast_and_call(*args: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)

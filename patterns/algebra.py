@@ -724,6 +724,7 @@ _SCALAR_FUNCTIONS = {
     aten.le: lambda x, y: x <= y,
     aten.where: lambda c, x, y: x if c else y,
     aten._to_copy: lambda x, **_: x,
+    aten.clone: lambda x, **_: x,
     prims.convert_element_type: lambda x, _: x,
 }
 """What elementwise ATen ops do to numbers; numbers and not tensors, since graphs are matched under fake modes."""
@@ -767,7 +768,7 @@ class Univariate:
         return any(torch.promote_types(d, source) != d for d in floats)
 
 
-def univariate_forms(x: fx.Node, limit: int = 24) -> Iterator[Univariate]:
+def univariate_forms(x: fx.Node, limit: int = 48) -> Iterator[Univariate]:
     """The tensors that ``x`` is an elementwise function of, the nearest first.
 
     A tensor that appears several times in the function counts once, however it is cast.  Ends at what is not
@@ -792,7 +793,7 @@ def univariate_forms(x: fx.Node, limit: int = 24) -> Iterator[Univariate]:
                 return
             else:
                 parameter = operand
-        if not 1 <= len(frontier) <= 4:
+        if not 1 <= len(frontier) <= 8:
             return
         if len(frontier) == 1:
             yield Univariate(x, next(iter(frontier)), parameter, tuple(sorted(nodes)))
@@ -804,7 +805,7 @@ def _elementwise_operands(node: fx.Node, shape: Sequence[Any]) -> list[fx.Node] 
         return None
     if is_op(node, aten._to_copy) and not is_cast(node):
         return None
-    if set(node.kwargs) - {"alpha", "value", "approximate"} and not is_op(node, aten._to_copy):
+    if set(node.kwargs) - {"alpha", "value", "approximate"} and not is_op(node, aten._to_copy, aten.clone):
         return None
     operands = []
     for a in node.all_input_nodes:

@@ -167,12 +167,13 @@ def _operands(x: fx.Node) -> list[fx.Node]:
         operands = x.args[:1]
     elif algebra.is_op(x, aten.where):
         operands = x.args[1:]
-    return [o for o in operands if isinstance(o, fx.Node) and algebra.same_shape(val(o).shape, val(x).shape)]
+    tensors = [o for o in operands if algebra.dtype_of(o) is not None]
+    return [o for o in tensors if algebra.same_shape(val(o).shape, val(x).shape)]
 
 
 def _transforms(node: fx.Node, inner: fx.Node, product: fx.Node) -> bool:
     """Whether ``node`` combines the scores with something made of them, as an activation function does."""
-    others = [n for n in node.all_input_nodes if n is not inner]
+    others = [n for n in node.all_input_nodes if n is not inner and algebra.dtype_of(n) is not None]
     if algebra.is_op(node, aten.mul) and node.args[0] is node.args[1]:
         return True
     if algebra.is_op(node, aten.add, aten.sub):
@@ -313,7 +314,10 @@ def _step(node: fx.Node, inner: fx.Node, scores: _Scores, bound: dict[str, Any])
         return
     other = node.args[1] if node.args[0] is inner else node.args[0]
     number = algebra.scalar(other)
+    symbolic = number is None and algebra.dtype_of(other) is None
     if algebra.is_op(node, aten.mul, aten.div):
+        if symbolic:
+            raise Unmatched("the scale is a symbolic number")
         if number is None and algebra.is_op(node, aten.mul):
             if _trail(other, {}) is not None:
                 raise Unmatched("the scores are multiplied by scores")
@@ -323,7 +327,7 @@ def _step(node: fx.Node, inner: fx.Node, scores: _Scores, bound: dict[str, Any])
         else:
             scores.multiply(number if algebra.is_op(node, aten.mul) else 1.0 / number)
         return
-    if number is not None:
+    if number is not None or symbolic:
         return  # the same for all keys
     if _trail(other, {}) is not None:
         raise Unmatched("the scores are a sum of several products")

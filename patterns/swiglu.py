@@ -123,6 +123,8 @@ def _peeled(x: Any) -> _Peeled | None:
                 if rounded is not None or torch.promote_types(inner, outer) != inner:
                     return None
                 rounded = x
+            elif rounded is not None and torch.promote_types(inner, dtype := algebra.dtype_of(rounded)) == dtype:
+                rounded = None  # what was widened and cast back
         elif algebra.is_op(x, *_MOVES) and not x.kwargs:
             moves.append(x)
         elif not algebra.is_op(x, aten.clone):

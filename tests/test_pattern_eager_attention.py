@@ -680,6 +680,17 @@ def test_a_scale_that_dynamic_shapes_make_symbolic(tracing: ModuleType) -> None:
     tracing.assert_as_good_as_eager(traced.result, lambda *a: model(*a, 0.37), q, k, v)
 
 
+def test_a_symbolic_head_dim(tracing: ModuleType) -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return softmax(q @ k.mT / math.sqrt(q.shape[-1]) + q.shape[1]) @ v
+
+    with torch.no_grad():
+        traced = tracing.trace(model, q, k, v, gate="always", dynamic=True)
+    assert [s.decision for s in traced.report.sites] == ["declined"] and not traced.report.misses
+    assert traced.after == traced.before
+    tracing.assert_as_good_as_eager(traced.result, model, q, k, v)
+
+
 def test_autocast(tracing: ModuleType) -> None:
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=BF16):

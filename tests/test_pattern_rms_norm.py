@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from portable_ops.inductor_ext import Report, explain
 from torch import Tensor, nn
 
@@ -968,6 +970,108 @@ def test_near_misses_say_why(model: Callable, example: tuple, reason: str) -> No
     assert report.counts["rms_norm"] == 0
     assert [m.reason for m in report.misses] == [reason]
     assert all(m.kind == "rms_norm" and "test_pattern_rms_norm.py" in m.source for m in report.misses)
+
+
+# -------------------------------------------------------------------------------- random spellings, random near misses
+
+SQUARES = {
+    "pow": lambda f: f.pow(2),
+    "square": torch.square,
+    "f * f": lambda f: f * f,
+    "power operator": lambda f: f**2.0,
+}
+MEANS = {
+    "mean": lambda s: s.mean(-1, keepdim=True),
+    "mean over the last by number": lambda s: s.mean(s.dim() - 1, keepdim=True),
+    "sum / N": lambda s: s.sum(-1, keepdim=True) / s.shape[-1],
+    "1 / N * sum": lambda s: (1 / s.shape[-1]) * s.sum(-1, keepdim=True),
+}
+SHIFTS = {"+ eps": lambda m: m + EPS, "eps +": lambda m: EPS + m, "add_": lambda m: m.add_(EPS)}
+ROOTS = {
+    "rsqrt": lambda x, z: x * torch.rsqrt(z),
+    "rsqrt first": lambda x, z: z.rsqrt() * x,
+    "pow": lambda x, z: x * z.pow(-0.5),
+    "x / sqrt": lambda x, z: x / z.sqrt(),
+    "1 / sqrt": lambda x, z: x * (1 / torch.sqrt(z)),
+    "reciprocal": lambda x, z: torch.reciprocal(z**0.5) * x,
+}
+ENDS = {
+    "weight after the cast": lambda n, d, w: w * n.to(d),
+    "weight before the cast": lambda n, d, w: (n * w).to(d),
+    "wide weight": lambda n, d, w: (w.float() * n).to(d),
+    "1 + w": lambda n, d, w: (n * (1.0 + w.float())).to(d),
+    "no weight": lambda n, d, w: n.to(d),
+    "no cast": lambda n, d, w: n * w,
+}
+INPUTS = {
+    "as it is": lambda x: x,
+    "heads": lambda x: x.unflatten(-1, (4, 16)),
+    "transposed heads": lambda x: x.unflatten(-1, (4, 16)).transpose(1, 2),
+    "sum": lambda x: x + x.flip(0),
+    "gated": lambda x: x * torch.sigmoid(x),
+}
+DTYPES = [BF16, torch.float16, F32]
+
+pick = {
+    "square": st.sampled_from([*SQUARES.values()]),
+    "mean": st.sampled_from([*MEANS.values()]),
+    "shift": st.sampled_from([*SHIFTS.values()]),
+    "root": st.sampled_from([*ROOTS.values()]),
+    "end": st.sampled_from([*ENDS.values()]),
+    "view": st.sampled_from([*INPUTS.values()]),
+    "dtype": st.sampled_from(DTYPES),
+}
+few = settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@few
+@given(**pick, late_cast=st.booleans())
+def test_any_spelling(tracing: ModuleType, late_cast: bool, dtype: torch.dtype, **parts: Callable) -> None:
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        h = parts["view"](x)
+        f = h.float()
+        scaled = h if late_cast else f  # T5's; the root is float32 and so is the product
+        n = parts["root"](scaled, parts["shift"](parts["mean"](parts["square"](f))))
+        return parts["end"](n, x.dtype, w[: h.shape[-1]])
+
+    args = tensor(2, 3, N, dtype=dtype), tensor(N, seed=1, dtype=dtype)
+    with torch.no_grad():
+        traced = tracing.trace(norm, *args, gate="always", enable="rms_norm")
+    assert traced.report.rewritten["rms_norm"] == traced.report.counts["rms_norm"] == 1
+    assert not [m for m in traced.report.misses if m.kind == "rms_norm"]
+    tracing.assert_as_good_as_eager(traced.result, norm, *args)
+
+
+FLAWS: dict[str, dict[str, Callable]] = {
+    "fourth powers": {"square": lambda f: f.pow(4)},
+    "a product of two": {"square": lambda f: f * f.cos()},
+    "absolute values": {"square": torch.abs},
+    "no mean": {"mean": lambda s: s.sum(-1, keepdim=True)},
+    "a mean of the wrong number": {"mean": lambda s: s.sum(-1, keepdim=True) / (s.shape[-1] - 1)},
+    "a mean over rows": {"mean": lambda s: s.mean(1, keepdim=True)},
+    "a largest square": {"mean": lambda s: s.amax(-1, keepdim=True)},
+    "a mean over everything": {"mean": lambda s: s.mean((-1, -2), keepdim=True)},
+    "a cube root": {"root": lambda x, z: x * z.pow(-1 / 3)},
+    "the root itself": {"root": lambda x, z: x * z.sqrt()},
+    "another value": {"root": lambda x, z: x.cos() * torch.rsqrt(z)},
+    "a logarithm": {"shift": lambda m: m.log1p()},
+}
+
+
+@few
+@given(**pick, flaw=st.sampled_from(sorted(FLAWS)))
+def test_any_flaw(tracing: ModuleType, dtype: torch.dtype, flaw: str, **parts: Callable) -> None:
+    parts |= FLAWS[flaw]
+
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        f = parts["view"](x).float()
+        n = parts["root"](f, parts["shift"](parts["mean"](parts["square"](f))))
+        return parts["end"](n, x.dtype, w[: f.shape[-1]])
+
+    args = tensor(2, 3, N, dtype=dtype), tensor(N, seed=1, dtype=dtype)
+    with torch.no_grad():
+        traced = tracing.trace(norm, *args, gate="always", enable="rms_norm")
+    assert traced.report.counts["rms_norm"] == 0, flaw
 
 
 UNRELATED: dict[str, Callable] = {

@@ -694,6 +694,26 @@ def test_mutation_between_the_pieces(tracing: ModuleType) -> None:
     torch.testing.assert_close(ours, [args[0] + 1, args[1] * 2])
 
 
+def test_widened_and_cast_back_again(tracing: ModuleType) -> None:
+    def model(g: Tensor, u: Tensor) -> Tensor:
+        return F.gelu(g).float().to(g.dtype).float().to(g.dtype) * F.hardtanh(u)
+
+    args = tensor(2, 3, 16), tensor(2, 3, 16, seed=1)
+    found = traced(tracing, model, *args)
+    assert gated(found.report) == ["gelu"] and found.report.sites[0].bound["act_dtype"] == str(BF16)
+    tracing.assert_as_good_as_eager(found.result, model, *args)
+
+
+def test_copied_in_the_middle(tracing: ModuleType) -> None:
+    def model(g: Tensor, u: Tensor) -> Tensor:
+        return F.silu(g.float().clone(), inplace=True).to(g.dtype) * 0.5 * u
+
+    args = tensor(2, 3, 16), tensor(2, 3, 16, seed=1)
+    found = traced(tracing, model, *args)
+    assert gated(found.report) == ["silu"] and found.report.sites[0].bound["scale"] == "0.5"
+    tracing.assert_as_good_as_eager(found.result, model, *args)
+
+
 def test_two_gates_on_one_activation(tracing: ModuleType) -> None:
     def model(g: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         act = F.silu(g)
