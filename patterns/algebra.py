@@ -1038,7 +1038,7 @@ def softmax_source(x: fx.Node) -> fx.Node | None:
         dims = x.args[0].meta["val"].dim()
         return x.args[0] if argument(x, "dim") % dims == dims - 1 else None
     exponential = None
-    if is_op(x, aten.div):
+    if is_op(x, aten.div) and not x.kwargs.get("rounding_mode"):
         exponential, total = strip_aliases(x.args[0]), last_dim_sum(x.args[1])
     elif is_op(x, aten.mul):
         pairs = [(strip_aliases(a), strip_aliases(b)) for a, b in commuted(x)]

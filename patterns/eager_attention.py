@@ -163,7 +163,7 @@ def _operands(x: fx.Node) -> list[fx.Node]:
     operands = []
     if algebra.is_op(x, aten.add, aten.mul):
         operands = x.args[:2]
-    elif algebra.is_op(x, aten.sub, aten.div):
+    elif algebra.is_op(x, aten.sub) or (algebra.is_op(x, aten.div) and not x.kwargs.get("rounding_mode")):
         operands = x.args[:1]
     elif algebra.is_op(x, aten.where):
         operands = x.args[1:]
@@ -302,7 +302,6 @@ def _follow(trail: list[fx.Node], scores: _Scores, bound: dict[str, Any]) -> Non
 def _step(node: fx.Node, inner: fx.Node, scores: _Scores, bound: dict[str, Any]) -> None:
     if algebra.is_view(node) or algebra.is_cast(node):
         return
-    shape = val(node).shape
     if algebra.is_op(node, aten.tanh):
         bound["softcap"] = algebra.scalar(inner.args[1]) if algebra.is_op(inner, aten.div) else True
         raise Unmatched("the scores are capped by tanh, which the operator does not do")
@@ -313,29 +312,34 @@ def _step(node: fx.Node, inner: fx.Node, scores: _Scores, bound: dict[str, Any])
         _fill(node, inner, scores)
         return
     other = node.args[1] if node.args[0] is inner else node.args[0]
-    number = algebra.scalar(other)
-    symbolic = number is None and algebra.dtype_of(other) is None
     if algebra.is_op(node, aten.mul, aten.div):
-        if symbolic:
-            raise Unmatched("the scale is a symbolic number")
-        if number is None and algebra.is_op(node, aten.mul):
-            if _trail(other, {}) is not None:
-                raise Unmatched("the scores are multiplied by scores")
-            scores.factor(aten.mul.Tensor, other, shape)
-        elif number is None:
-            scores.factor(aten.div.Tensor, other, shape)
-        else:
-            scores.multiply(number if algebra.is_op(node, aten.mul) else 1.0 / number)
+        _scale(node, other, scores)
         return
-    if number is not None or symbolic:
-        return  # the same for all keys
+    if algebra.scalar(other) is not None or algebra.dtype_of(other) is None:
+        return  # a number, the same for all keys
     if _trail(other, {}) is not None:
         raise Unmatched("the scores are a sum of several products")
     weight = node.kwargs.get("alpha", 1)
     if node.args[1] is inner:  # alpha multiplies the second operand
         scores.multiply(weight)
         weight = 1
-    scores.add(other, -weight if algebra.is_op(node, aten.sub) else weight, shape)
+    scores.add(other, -weight if algebra.is_op(node, aten.sub) else weight, val(node).shape)
+
+
+def _scale(node: fx.Node, other: Any, scores: _Scores) -> None:
+    """``mul`` or ``div`` by a number or a tensor."""
+    number = algebra.scalar(other)
+    divides = algebra.is_op(node, aten.div)
+    if number is not None:
+        if divides and number == 0:
+            raise Unmatched("the scores are divided by zero")
+        scores.multiply(1.0 / number if divides else number)
+        return
+    if algebra.dtype_of(other) is None:
+        raise Unmatched("the scale is a symbolic number")
+    if _trail(other, {}) is not None:
+        raise Unmatched("the scores are multiplied by scores")
+    scores.factor(aten.div.Tensor if divides else aten.mul.Tensor, other, val(node).shape)
 
 
 def _fill(node: fx.Node, inner: fx.Node, scores: _Scores) -> None:
@@ -465,7 +469,9 @@ def _narrowed(x: Permuted | Call, dtype: torch.dtype) -> tuple[Permuted | Call, 
     if not isinstance(x, Permuted) or val(x.node).dtype == dtype:
         return x, 1.0
     node, scale = algebra.strip_upcast(x.node), 1.0
-    while algebra.is_op(node, aten.mul, aten.div) and algebra.scalar(node.args[1]) is not None:
+    while algebra.is_op(node, aten.mul, aten.div) and algebra.scalar(node.args[1]):
+        if node.kwargs.get("rounding_mode"):
+            break
         number = algebra.scalar(node.args[1])
         scale *= number if algebra.is_op(node, aten.mul) else 1.0 / number
         node = algebra.strip_upcast(node.args[0])

@@ -498,6 +498,11 @@ NEGATIVES: dict[str, tuple[Callable, tuple, str | None]] = {
     "gelu between": (lambda q, k, v: softmax(F.gelu(q @ k.mT)) @ v, (q, k, v), FUNCTION),
     "silu between": (lambda q, k, v: softmax(F.silu(q @ k.mT)) @ v, (q, k, v), FUNCTION),
     "relu between": (lambda q, k, v: softmax(F.relu(q @ k.mT)) @ v, (q, k, v), NO_PRODUCT),
+    "scores in steps": (
+        lambda q, k, v: softmax(torch.div(q @ k.mT, 0.5, rounding_mode="floor")) @ v,
+        (q, k, v),
+        NO_PRODUCT,
+    ),
     "squared scores": (lambda q, k, v: softmax((s := q @ k.mT) * s) @ v, (q, k, v), FUNCTION),
     "scores over their norm": (
         lambda q, k, v: softmax((s := q @ k.mT) / s.abs().amax(-1, keepdim=True)) @ v,
