@@ -745,21 +745,26 @@ class Univariate:
     def __call__(self, value: float, parameter: float = 0.0) -> float:
         """The function at a number; NaN where it is not defined."""
         known: dict[Any, Any] = {self.source: value, self.parameter: parameter}
-
-        def number(a: Any) -> Any:
-            if not isinstance(a, fx.Node):
-                return a
-            a = strip_upcast(a)
-            return known[a] if a in known else scalar(a)
-
         try:
-            for node in self.nodes:
-                args, kwargs = [number(a) for a in node.args], {k: number(v) for k, v in node.kwargs.items()}
-                known[node] = _SCALAR_FUNCTIONS[_packet(node.target)](*args, **kwargs)
-            result = known[strip_upcast(self.x)]
+            for node, function, args, kwargs in self._program:
+                known[node] = function(*[known[a] if isinstance(a, fx.Node) else a for a in args], **kwargs)
         except (ArithmeticError, TypeError, ValueError):  # TypeError: a complex power
             return math.nan
+        result = known[self.x]
         return float(result) if isinstance(result, int | float) else math.nan
+
+    @functools.cached_property
+    def _program(self) -> list[tuple[fx.Node, Any, list[Any], dict[str, Any]]]:
+        """Each node with what it does to numbers; constants and lossless casts are resolved once."""
+        known = {self.source, self.parameter, *self.nodes}
+
+        def operand(a: Any) -> Any:
+            a = strip_upcast(a) if isinstance(a, fx.Node) else a
+            return a if not isinstance(a, fx.Node) or a in known else scalar(a)
+
+        return [
+            (n, _SCALAR_FUNCTIONS[_packet(n.target)], [operand(a) for a in n.args], dict(n.kwargs)) for n in self.nodes
+        ]
 
     def loses_precision(self) -> bool:
         """Whether something on the way is rounded to a type that does not hold every value of the source's."""

@@ -156,6 +156,8 @@ def _follow(normalised: _Normalised) -> _Tail:
     tail = _Tail(node, [node], norm_dtype=val(node).dtype, root_dtype=normalised.root_dtype)
     if normalised.factor is not None:
         _take_weight(tail, node, normalised.factor)
+        if tail.weight is None:
+            raise Unmatched("what is multiplied in first is no vector of weights")
     else:
         if tail.norm_dtype == torch.float32:  # else it is rounded, and a cast would be another rounding point
             _take_cast(tail, hidden_size)

@@ -19,7 +19,10 @@ from portable_ops.kernels.target import Target
 
 def _load_sibling(name: str) -> ModuleType:
     """Tests are flat files that pytest imports by path, so they cannot import each other by name."""
-    spec = importlib.util.spec_from_file_location(f"portable_ops_tests_{name}", Path(__file__).with_name(f"{name}.py"))
+    full_name = f"portable_ops_tests_{name}"
+    if full_name in sys.modules:
+        return sys.modules[full_name]
+    spec = importlib.util.spec_from_file_location(full_name, Path(__file__).with_name(f"{name}.py"))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

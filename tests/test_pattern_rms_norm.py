@@ -945,6 +945,11 @@ NEAR_MISSES: dict[str, tuple[Callable, tuple, str]] = {
         (2, 3, N, F32),
         WEIGHT_FIRST,
     ),
+    "weight first, of two dimensions": (
+        lambda x: (x * x[:1, 0].sin()) * torch.rsqrt(mean_square(x) + EPS),
+        (2, 3, N, F32),
+        "what is multiplied in first is no vector of weights",
+    ),
     "another value with a weight": (
         lambda x: (x.sin() * x[0, 0]) * torch.rsqrt(mean_square(x) + EPS),
         (2, 3, N, F32),

@@ -315,7 +315,7 @@ def results(output: Any) -> list[Tensor]:
 KINDS = ("rms_norm", "rope", "swiglu", "attention", "topk")
 
 _ROTATES = re.compile(r"^_?apply_\w*(rotary|rope)\w*$")
-_GATES = re.compile(r"silu|gelu|swish", re.IGNORECASE)
+_GATES = re.compile(r"silu|gelu|swish|relu", re.IGNORECASE)
 _SAME = ("view", "_unsafe_view", "reshape", "_to_copy", "transpose", "permute", "slice", "clone", "alias", "expand")
 _SAME += ("unsqueeze", "squeeze", "t", "detach", "select", "split", "unbind", "_reshape_alias", "clamp")
 
@@ -324,8 +324,8 @@ def count_calls(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, int
     """How often one eager call of ``model`` computes each kind.
 
     ``rms_norm``: norm modules whose result is ``x / rms(x)`` up to a weight, and gated ones.  ``rope``: tensors that
-    come out of functions called ``apply_rotary...``.  ``swiglu``: products of a SiLU or GELU with a tensor of the same
-    shape.  ``attention``: calls of attention functions, and softmax over four dimensions outside of them.
+    come out of functions called ``apply_rotary...``.  ``swiglu``: products of a SiLU, GELU or ReLU with a tensor of the
+    same shape.  ``attention``: calls of attention functions, and softmax over four dimensions outside of them.
     """
     with _Observer(model) as observer, torch.no_grad():
         model(**arguments)
@@ -423,7 +423,7 @@ class _Observer:
         name = name if name.startswith("_") else name.rstrip("_")
         if name == "topk":
             self.counts["topk"] += 1
-        elif name in ("silu", "gelu") and "activation" not in self.inside:
+        elif name in ("silu", "gelu", "relu") and "activation" not in self.inside:
             self._mark(out)
         elif name == "sigmoid":
             self.sigmoids[id(out)] = self.scaled.get(id(operands[0]), id(operands[0]))
@@ -451,7 +451,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        if func in (F.scaled_dot_product_attention, torch._native_multi_head_attention):
             return self.observer._attend(func, *args, **kwargs)
         if getattr(func, "__name__", "") == "softmax" and "attention" not in self.observer.inside:
             self.observer.counts["attention"] += args[0].dim() >= 4
