@@ -325,7 +325,7 @@ def count_calls(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, int
 
     ``rms_norm``: norm modules whose result is ``x / rms(x)`` up to a weight, and gated ones.  ``rope``: tensors that
     come out of functions called ``apply_rotary...``.  ``swiglu``: products of a SiLU, GELU or ReLU with a tensor of the
-    same shape.  ``attention``: calls of attention functions, and softmax over four dimensions outside of them.
+    same shape.  ``attention``: calls of attention functions, and softmax outside of them that a matmul follows.
     """
     with _Observer(model) as observer, torch.no_grad():
         model(**arguments)
@@ -343,6 +343,7 @@ class _Observer:
         self.gates: set[int] = set()
         self.scaled: dict[int, int] = {}
         self.sigmoids: dict[int, int] = {}
+        self.probabilities: dict[int, int] = {}
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> _Observer:
@@ -357,7 +358,7 @@ class _Observer:
                 if inspect.isfunction(function) and _ROTATES.search(name):
                     self._replace(owner, name, functools.partial(self._rotate, function))
         get = AttentionInterface.get_interface
-        self._replace(AttentionInterface, "get_interface", lambda *a: functools.partial(self._attend, get(*a)))
+        self._replace(AttentionInterface, "get_interface", lambda *a: functools.partial(self.attend, get(*a)))
         self._exit.enter_context(_Functions(self))
         self._exit.enter_context(_Operations(self))
         return self
@@ -403,7 +404,7 @@ class _Observer:
             self.counts["rope"] += sum(isinstance(t, Tensor) and id(t) not in given for t in tree_leaves(out))
         return out
 
-    def _attend(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    def attend(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         with self.doing("attention") as outermost:
             self.counts["attention"] += outermost
             return function(*args, **kwargs)
@@ -425,6 +426,12 @@ class _Observer:
             self.counts["topk"] += 1
         elif name in ("silu", "gelu", "relu") and "activation" not in self.inside:
             self._mark(out)
+        elif name in ("_softmax", "_safe_softmax") and "attention" not in self.inside:
+            self.probabilities[id(out)] = id(out)
+        elif name == "bmm":
+            roots = {self.probabilities[id(a)] for a in operands if id(a) in self.probabilities}
+            self.counts["attention"] += len(roots)
+            self.probabilities = {k: v for k, v in self.probabilities.items() if v not in roots}
         elif name == "sigmoid":
             self.sigmoids[id(out)] = self.scaled.get(id(operands[0]), id(operands[0]))
         elif name in _SAME or (name in ("mul", "div") and len(operands) == 1):
@@ -432,6 +439,8 @@ class _Observer:
                 self.scaled[id(result)] = self.scaled.get(id(operands[0]), id(operands[0]))
                 if id(operands[0]) in self.gates:
                     self._mark(result)
+                if id(operands[0]) in self.probabilities:
+                    self.probabilities[id(result)] = self.probabilities[id(operands[0])]
         elif name == "mul" and "activation" not in self.inside:
             self._saw_product(*operands, out)
 
@@ -451,10 +460,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in (F.scaled_dot_product_attention, torch._native_multi_head_attention):
-            return self.observer._attend(func, *args, **kwargs)
-        if getattr(func, "__name__", "") == "softmax" and "attention" not in self.observer.inside:
-            self.observer.counts["attention"] += args[0].dim() >= 4
+        if func in (F.scaled_dot_product_attention, F.multi_head_attention_forward):
+            return self.observer.attend(func, *args, **kwargs)
         return func(*args, **kwargs)
 
 
