@@ -101,6 +101,8 @@ def captured(layers: int, training: bool, device: str = "meta") -> fx.Graph:
     """The joint graph of a Llama in bf16 with ``layers`` layers, as it arrives at the pass."""
     model = llama(layers, "eager" if training else "sdpa", device).train(training).requires_grad_(training)
     tokens = torch.zeros(1, 64, dtype=torch.int64, device=device)
+    # Ready-made: Dynamo of torch 2.11 cannot trace on the meta device how transformers makes it.
+    mask = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device=device) if training else None
     keep = _Keep()
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -111,7 +113,7 @@ def captured(layers: int, training: bool, device: str = "meta") -> fx.Graph:
     torch._dynamo.reset()
     try:
         with torch.set_grad_enabled(training):
-            torch.compile(model, backend=backend, dynamic=False, fullgraph=True)(tokens, use_cache=False)
+            torch.compile(model, backend=backend, dynamic=False, fullgraph=True)(tokens, mask, use_cache=False)
     except _Captured:
         pass
     finally:
