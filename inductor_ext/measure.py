@@ -26,7 +26,6 @@ from ..kernels.attention import ATTENTION
 from ..kernels.launch import hint
 from ..kernels.target import Target
 from ..patterns import Match
-from ..patterns.match import Permuted
 from .gate import Verdict
 from .report import versions
 
@@ -83,10 +82,7 @@ def _bucket(match: Match, target: Target) -> str:
 
 def _describe(match: Match) -> dict[str, Any]:
     """The matched nodes as Python code, and the metadata of what goes in."""
-    inputs = [
-        a.node if isinstance(a, Permuted) else a for a in match.args.values() if isinstance(a, fx.Node | Permuted)
-    ]
-    graph, boundary = _region(match, set(inputs))
+    graph, boundary = _region(match, set(match.inputs()))
     code = fx.GraphModule(torch.nn.Module(), graph).code
     tensors = [n.meta["val"] for n in boundary]
     return {

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from portable_ops import patterns
 from portable_ops.inductor_ext import Settings, explain, gate, measure
 from portable_ops.kernels.target import named_target
+from portable_ops.patterns.swiglu import SWIGLU_PATTERN
 from torch import Tensor, nn
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
@@ -180,6 +181,18 @@ def test_what_is_measured_is_the_matched_subgraph() -> None:
     namespace = {"torch": torch, "device": torch.device}
     exec(problem["code"], namespace)
     torch.testing.assert_close(namespace["forward"](None, x, w)[0], norm(x, w))
+
+
+def test_what_is_measured_starts_at_the_inputs_of_lazily_built_arguments() -> None:
+    def gated(x: Tensor, w: Tensor) -> Tensor:
+        return torch.ops.aten.glu.default(x @ w, -1)
+
+    mode = FakeTensorMode()
+    graph = make_fx(gated)(*(mode.from_tensor(t) for t in (torch.randn(6, 64), torch.randn(64, 32)))).graph
+    (anchor,) = (node for node in graph.nodes if node.target is torch.ops.aten.glu.default)
+    match = SWIGLU_PATTERN.try_match(anchor)
+    assert isinstance(match, patterns.Match)
+    assert [spec["shape"] for spec in measure._describe(match)["inputs"]] == [[6, 32]]
 
 
 def test_settings_reach_the_gate() -> None:
