@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from portable_ops.inductor_ext.gate import TABLES
+from portable_ops.inductor_ext.measure import GAIN
+from portable_ops.kernels.attention import MAX_DECODE_ROWS
 from portable_ops.kernels.target import device_target
 from torch import Tensor
 
@@ -28,9 +30,8 @@ from .truth import attention_truth
 
 OURS = "portable_ops gate=always"
 IMPLS = (BASELINE, OURS)
-GAIN = 1.02
 OPERATORS = ("decode", "prefill", "rms_norm")
-MAX_DECODE_ROWS = 16
+TILE_ROWS = 16
 """One tile of the decode kernel; more rows (speculative decoding) have a larger tile and were not measured."""
 
 # The grids: every combination of sizes is a cell.
@@ -82,7 +83,7 @@ def _decode_cases(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], li
         fn = _plain if spelling == "plain" else decode_attention.SPELLINGS[spelling]
         case = f"decode, {spelling}, mask {mask_kind}, batch {B}, KV {T}, {K * groups}/{K} heads of {D}"
         cell = {
-            "rows": {"max": MAX_DECODE_ROWS},
+            "rows": {"max": TILE_ROWS},
             "repeated": spelling == "repeat_kv",
             "groups": {"min": 2} if groups > 1 else 1,
             "mask": mask_kind,
@@ -109,7 +110,7 @@ def _prefill_cases(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], l
         kind = "causal" if causal else "full"
         case = f"prefill, {spelling}, {kind}, batch {B}, length {S}, {H}/{H // groups} heads of {D}"
         cell = {
-            "rows": {"min": 65},
+            "rows": {"min": MAX_DECODE_ROWS + 1},
             "repeated": spelling == "repeat_kv",
             "groups": {"min": 2} if groups > 1 else 1,
             "mask": "none",
@@ -164,10 +165,10 @@ def _between(value: int, grid: Sequence[int]) -> dict[str, int]:
     return bounds
 
 
-def write_tables(results: Sequence[Path] = ()) -> list[Path]:
-    """Write the gate's tables from sweep results (default: all that are committed); returns the tables' paths."""
+def write_tables() -> list[Path]:
+    """Write the gate's tables from the committed results of sweeps; returns the tables' paths."""
     rows: dict[str, list[Row]] = {}
-    for path in results or sorted(RESULTS.glob("*/sweep.json")):
+    for path in sorted(RESULTS.glob("*/sweep.json")):
         for row in json.loads(path.read_text())["rows"]:
             if row["impl"] == OURS:
                 rows.setdefault(row["arch"], []).append(row)

@@ -23,6 +23,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from ..kernels.attention import ATTENTION
 from ..kernels.target import DEFAULT_ARCH, Target, device_target, named_target
 from ..patterns import PATTERNS, Match, Miss, Pattern, Recognised, Unmatched
+from ..patterns.algebra import is_training_graph
 from . import gate
 from .graphs import graph_device, region_calls
 from .lowering import registered_operators
@@ -89,7 +90,7 @@ class _Rewriting:
         self.graph, self.settings = graph, settings
         self.device = graph_device(graph)
         self.target = decision_target(settings, self.device)
-        self.training = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes)
+        self.training = is_training_graph(graph)
         self.sites: list[Site] = []
         self.misses: list[Miss] = []
         self.taken = 0

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .launch import Buffer, IntLike, Launch, Plan, ceil_div, hint, jit, tl
+from .launch import Buffer, IntLike, Launch, Plan, ceil_div, dense_strides, empty_ordered, hint, jit, ordered, tl
 from .operator import check_target, define_operator
 from .target import Target
 
@@ -59,8 +59,7 @@ def attention_reference(
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
-    order = out_order or tuple(range(out.dim()))
-    return torch.empty_permuted(out.shape, order, dtype=out.dtype, device=out.device).copy_(out)
+    return ordered(out, out_order)
 
 
 def attention_fake(
@@ -74,9 +73,7 @@ def attention_fake(
     out_order: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Shape, dtype and strides of the result."""
-    shape = (*q.shape[:-1], v.shape[-1])
-    order = out_order or tuple(range(q.dim()))
-    return torch.empty_permuted(shape, order, dtype=q.dtype, device=q.device)
+    return empty_ordered((*q.shape[:-1], v.shape[-1]), out_order, q.dtype, q.device)
 
 
 # --- device code --------------------------------------------------------------------------------------------
@@ -645,16 +642,6 @@ def _row_strides(stride: Sequence[IntLike]) -> tuple[IntLike, ...]:
     return (b, *(h or [0]), length)
 
 
-def _dense_strides(shape: Sequence[IntLike], order: Sequence[int] | None) -> tuple[IntLike, ...]:
-    """Strides of a dense tensor whose dimensions lie in ``order``, outermost first; None: contiguous."""
-    strides: list[IntLike] = [1] * len(shape)
-    step: IntLike = 1
-    for dim in reversed(order or range(len(shape))):
-        strides[dim] = step
-        step = step * shape[dim]
-    return tuple(strides)
-
-
 def _mask_strides(mask: torch.Tensor, ndim: int) -> tuple[IntLike, ...]:
     """Strides of a broadcastable mask for b, h, query and key position; 0 along broadcast axes.
 
@@ -807,7 +794,7 @@ def plan(
     """The launches for one call that ``supports`` accepts."""
     decode, config = _choose_config(q, k, attn_mask, is_causal, target)
     assert config is not None, "plan() is for calls that supports() accepts"
-    out = Buffer(tuple(q.shape), q.dtype, _dense_strides(q.shape, out_order))
+    out = Buffer(tuple(q.shape), q.dtype, dense_strides(q.shape, out_order))
     _, heads, len_q, head_dim = _sizes(q)
     _, heads_kv, len_k, _ = _sizes(k)
     has_mask = attn_mask is not None

@@ -97,7 +97,7 @@ def run(plan: Plan, operands: Mapping[str, torch.Tensor | None], device: torch.d
     """Run ``plan`` on real tensors and return its outputs in order."""
     tensors = dict(operands)
     for name, buffer in (*plan.outputs.items(), *plan.scratch.items()):
-        stride = buffer.stride or _contiguous_strides(buffer.shape)
+        stride = buffer.stride or dense_strides(buffer.shape)
         tensors[name] = torch.empty_strided(buffer.shape, stride, dtype=buffer.dtype, device=device)
     for launch in plan.launches:
         if 0 in launch.grid:
@@ -109,9 +109,23 @@ def run(plan: Plan, operands: Mapping[str, torch.Tensor | None], device: torch.d
     return [tensors[name] for name in plan.outputs]
 
 
-def _contiguous_strides(shape: Sequence[IntLike]) -> tuple[IntLike, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step = step * size
-    return tuple(reversed(strides))
+def dense_strides(shape: Sequence[IntLike], order: Sequence[int] | None = None) -> tuple[IntLike, ...]:
+    """Strides of a dense tensor whose dimensions lie in ``order``, outermost first; None: contiguous."""
+    strides: list[IntLike] = [1] * len(shape)
+    step: IntLike = 1
+    for dim in reversed(order or range(len(shape))):
+        strides[dim] = step
+        step = step * shape[dim]
+    return tuple(strides)
+
+
+def empty_ordered(
+    shape: Sequence[IntLike], order: Sequence[int] | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """An uninitialised dense tensor whose dimensions lie in ``order``, outermost first; None: contiguous."""
+    return torch.empty_permuted(shape, order or tuple(range(len(shape))), dtype=dtype, device=device)
+
+
+def ordered(x: torch.Tensor, order: Sequence[int] | None) -> torch.Tensor:
+    """A copy of ``x`` whose dimensions lie in ``order``: how references obey an operator's ``out_order``."""
+    return empty_ordered(x.shape, order, x.dtype, x.device).copy_(x)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .launch import empty_ordered, ordered
 from .operator import define_operator
 from .target import Target
 
@@ -68,8 +69,7 @@ def rope_reference(
     turned = torch.stack((turned_u, turned_v), dim).flatten(-3).to(out_dtype)
     before, after = x[..., :offset], x[..., offset + rotary_dim :]
     out = torch.cat((before.to(out_dtype), turned, after.to(out_dtype)), -1) if rotary_dim != x.shape[-1] else turned
-    order = out_order or tuple(range(out.dim()))
-    return torch.empty_permuted(out.shape, order, dtype=out.dtype, device=out.device).copy_(out)
+    return ordered(out, out_order)
 
 
 def rope_fake(
@@ -82,8 +82,7 @@ def rope_fake(
     **_: object,
 ) -> torch.Tensor:
     """Shape, dtype and strides of the result."""
-    order = out_order or tuple(range(x.dim()))
-    return torch.empty_permuted(x.shape, order, dtype=out_dtype, device=x.device)
+    return empty_ordered(x.shape, out_order, out_dtype, x.device)
 
 
 def _pairs(x: torch.Tensor, pairing: str, sections: int) -> tuple[torch.Tensor, torch.Tensor]:

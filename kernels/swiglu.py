@@ -25,6 +25,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from .launch import ordered
 from .operator import define_operator
 from .target import Target
 
@@ -65,10 +66,7 @@ def swiglu_reference(
     a = _clamp((a * scale if scale != 1.0 else a).to(act_dtype), act_min, act_max)
     u = _clamp(up, up_min, up_max)
     out = (a * (u + up_offset if up_offset else u)).to(out_dtype)
-    order = range(out.dim()) if out_order is None else out_order
-    out = out.permute(*order)
-    # `contiguous` alone keeps odd strides of dimensions of size 1.
-    return out.contiguous().view(out.shape).permute(*(order.index(d) for d in range(out.dim())))
+    return ordered(out, out_order)
 
 
 def _activate(x: torch.Tensor, activation: str, alpha: float | torch.Tensor) -> torch.Tensor:

@@ -297,10 +297,10 @@ def _is_last_dim_reduction(node: fx.Node) -> bool:
 
 # --------------------------------------------------------------------------- views
 
-_RESHAPES = (aten.view, aten.reshape, aten._unsafe_view, aten.unsqueeze, aten.squeeze)
-_PERMUTES = (aten.permute, aten.transpose, aten.t)
+RESHAPES = (aten.view, aten.reshape, aten._unsafe_view, aten.unsqueeze, aten.squeeze)
+PERMUTES = (aten.permute, aten.transpose, aten.t)
 _COPIES = (aten.clone, *_ALIASES)
-_VIEWS = (*_RESHAPES, *_PERMUTES, *_COPIES, aten.expand, aten.repeat)
+_VIEWS = (*RESHAPES, *PERMUTES, *_COPIES, aten.expand, aten.repeat)
 
 
 def dense_order(value: torch.Tensor) -> tuple[int, ...] | None:
@@ -309,8 +309,7 @@ def dense_order(value: torch.Tensor) -> tuple[int, ...] | None:
     None if the tensor is not dense, or its last dimension is not the innermost, whatever the symbols in it are.
     """
     plain = tuple(range(value.dim()))
-    strided = sorted(plain, key=lambda d: (-hint(value.stride(d)), -hint(value.shape[d]), d))
-    return next((o for o in (plain, tuple(strided)) if o[-1:] == plain[-1:] and _is_dense(value, o)), None)
+    return next((o for o in (plain, _by_stride(value)) if o[-1:] == plain[-1:] and _is_dense(value, o)), None)
 
 
 def strided_columns(value: torch.Tensor) -> bool:
@@ -321,8 +320,17 @@ def strided_columns(value: torch.Tensor) -> bool:
 def memory_order(value: torch.Tensor) -> tuple[int, ...]:
     """The dimensions from outermost to innermost in memory; those of a contiguous tensor where that is not clear."""
     plain = tuple(range(value.dim()))
-    strided = tuple(sorted(plain, key=lambda d: (-hint(value.stride(d)), -hint(value.shape[d]), d)))
+    strided = _by_stride(value)
     return plain if _is_dense(value, plain) or not _is_dense(value, strided) else strided
+
+
+def unless_plain(order: Sequence[int]) -> list[int] | None:
+    """``order`` as an operator's ``out_order``, where None says contiguous."""
+    return None if tuple(order) == tuple(range(len(order))) else list(order)
+
+
+def _by_stride(value: torch.Tensor) -> tuple[int, ...]:
+    return tuple(sorted(range(value.dim()), key=lambda d: (-hint(value.stride(d)), -hint(value.shape[d]), d)))
 
 
 def _is_dense(value: torch.Tensor, order: Sequence[int]) -> bool:
@@ -338,7 +346,7 @@ def _is_dense(value: torch.Tensor, order: Sequence[int]) -> bool:
 def as_vector(x: fx.Node) -> fx.Node:
     """``x`` without lossless casts and without views that only add or drop dimensions of size 1."""
     x = strip_upcast(x)
-    while is_op(x, *_RESHAPES) and _long_sizes(x) == _long_sizes(x.args[0]):
+    while is_op(x, *RESHAPES) and _long_sizes(x) == _long_sizes(x.args[0]):
         x = strip_upcast(x.args[0])
     return x
 
@@ -585,7 +593,7 @@ def lane_source(x: Any) -> fx.Node | None:
         return x.args[0].args[0] if is_op(x.args[0], *_SPLITS) else None
     if is_op(x, aten.mul):
         return x.args[0] if scalar(x.args[1]) == -1 else None
-    known = (aten.slice, aten.select, aten.neg, aten.clone, *_RESHAPES, *_PERMUTES)
+    known = (aten.slice, aten.select, aten.neg, aten.clone, *RESHAPES, *PERMUTES)
     return x.args[0] if is_op(x, *known) else None
 
 
@@ -617,7 +625,7 @@ def _step(x: fx.Node, inner: Lanes, lead: int) -> Lanes | None:
         if not all(b is None or isinstance(b, int) for b in bounds):
             return None
         return inner.take(axis, range(*slice(*bounds).indices(inner.shape[axis])))
-    if is_op(x, *_PERMUTES):
+    if is_op(x, *PERMUTES):
         axes = _follow(x, [[Atom(d, 1)] for d in range(source.dim())])
         order = [a[0].dim for a in axes]
         return inner.permute([d - lead for d in order[lead:]]) if order[:lead] == list(range(lead)) else None
@@ -656,6 +664,11 @@ def table_function(x: Any) -> Any:
 
 
 # --------------------------------------------------------------------------- gradients
+
+
+def is_training_graph(graph: fx.Graph) -> bool:
+    """Whether ``graph`` is a joint graph, which computes gradients as well (AOTAutograd names its extra inputs so)."""
+    return any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder"))
 
 
 def is_backward(x: fx.Node) -> bool:
@@ -1136,10 +1149,10 @@ def axes_after(x: fx.Node, axes: Axes) -> Axes | None:
 
 def axes_before(x: fx.Node, axes: Axes) -> Axes | None:
     """The axes of the operand of the view ``x`` given those of ``x``."""
-    if is_op(x, *_PERMUTES):
+    if is_op(x, *PERMUTES):
         moved = _follow(x, [[Atom(d, 2)] for d in range(len(axes))])
         return [axes[[m[0].dim for m in moved].index(d)] for d in range(len(axes))]
-    if is_op(x, *_RESHAPES):
+    if is_op(x, *RESHAPES):
         return _regrouped(list(itertools.chain.from_iterable(axes)), x.args[0].meta["val"].shape)
     return axes
 

@@ -44,7 +44,7 @@ def match(anchor: fx.Node) -> Match:
 
 def recognise(anchor: fx.Node) -> Recognised:
     """Say why attention that arrives as a backend-specific ATen op is not taken."""
-    gradient = any(n.op == "placeholder" and n.name.startswith("tangents") for n in anchor.graph.nodes)
+    gradient = algebra.is_training_graph(anchor.graph)
     lowered = f"it arrives already lowered to {algebra.aten_name(anchor)}"
     reason = "a gradient is needed and the attention kernels have no backward" if gradient else lowered
     return Recognised("lowered_attention", "attention", anchor, reason)

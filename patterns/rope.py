@@ -581,7 +581,7 @@ def _build(anchor: fx.Node, parts: Sequence[_Turned], x: fx.Node | Call, layout:
         "cos": _table(tuple(p.cos for p in parts)),
         "sin": None if first.sin is None else _table(tuple(p.sin for p in parts)),
         **bound,
-        "out_order": None if order == tuple(range(len(order))) else list(order),
+        "out_order": algebra.unless_plain(order),
     }
     inner = algebra.between(x.args[0] if isinstance(x, Call) else x, node)
     return Match("rope", "rope", anchor, ROPE, args, (node,), inner, bound)

@@ -30,8 +30,7 @@ from .match import Call, Match, Pattern, Unmatched, val
 _UNITS = ("silu", "gelu", "gelu_tanh")
 """A product with one of these is a gated unit wherever it stands; other activations have other uses as well."""
 
-_RESHAPES = (aten.view, aten.reshape, aten._unsafe_view, aten.unsqueeze, aten.squeeze)
-_MOVES = (*_RESHAPES, aten.permute, aten.transpose, aten.t, aten.expand, aten.slice, aten.select)
+_MOVES = (*algebra.RESHAPES, *algebra.PERMUTES, aten.expand, aten.slice, aten.select)
 
 
 def match(anchor: fx.Node) -> Match | None:
@@ -183,7 +182,6 @@ def _build(anchor: fx.Node, gate: _Gate, other: fx.Node) -> Match:
     if not _product_fits(gate.dtype, val(up.node).dtype, product):
         up_node = Call(prims.convert_element_type.default, (other, product))
     out = _rounded(anchor)
-    order = algebra.memory_order(val(out))
     args: dict[str, Any] = {
         "gate": _moved(source, gate.moves),
         "up": up_node,
@@ -200,7 +198,7 @@ def _build(anchor: fx.Node, gate: _Gate, other: fx.Node) -> Match:
         "up_offset": up.offset,
         "act_dtype": gate.dtype,
         "out_dtype": val(out).dtype,
-        "out_order": None if order == tuple(range(len(order))) else list(order),
+        "out_order": algebra.unless_plain(algebra.memory_order(val(out))),
     }
     bound = {k: v for k, v in args.items() if k not in ("gate", "up", "alpha_tensor") and v is not None}
     inner = _between({source, up.node, act.alpha}, out)
@@ -270,10 +268,13 @@ def _match_glu(anchor: fx.Node) -> Match:
     up = Call(aten.slice.Tensor, (x, dim, 0, half))
     gate = Call(aten.slice.Tensor, (x, dim, half, 2 * half))
     dtype = val(anchor).dtype
-    order = algebra.memory_order(val(anchor))
     args = {
-        **{"gate": gate, "up": up, "activation": "sigmoid", "act_dtype": torch.promote_types(dtype, torch.float32)},
-        **{"out_dtype": dtype, "out_order": None if order == tuple(range(len(order))) else list(order)},
+        "gate": gate,
+        "up": up,
+        "activation": "sigmoid",
+        "act_dtype": torch.promote_types(dtype, torch.float32),
+        "out_dtype": dtype,
+        "out_order": algebra.unless_plain(algebra.memory_order(val(anchor))),
     }
     bound = {k: v for k, v in args.items() if k not in ("gate", "up")}
     return Match("swiglu", "swiglu", anchor, SWIGLU, args, (anchor,), (), bound)
