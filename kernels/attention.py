@@ -106,6 +106,31 @@ def _mask_bytes(mask, MASK_IS_BOOL: tl.constexpr):
 
 
 @jit
+def _seen(mask_ptrs, ok, MASK_IS_BOOL: tl.constexpr):
+    """Which scores does a part of the mask let through?  What is not ``ok`` is not read and not seen."""
+    if MASK_IS_BOOL:
+        seen = tl.load(mask_ptrs, mask=ok, other=0) != 0
+    else:
+        seen = tl.load(mask_ptrs, mask=ok, other=float("-inf")) != float("-inf")
+    return seen
+
+
+@jit
+def _seen_by_all_rows(
+    mask_rows, first, step, end, stride_mn, BLOCK_N: tl.constexpr, MASK_IS_BOOL: tl.constexpr, WIDE: tl.constexpr
+):
+    """Which keys of the 32 blocks at ``first + j * step`` does a mask let through whose one row holds for all rows?"""
+    n = (first + tl.arange(0, 32) * step)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    return _seen(mask_rows + _offsets(n, stride_mn, WIDE), n < end, MASK_IS_BOOL)
+
+
+@jit
+def _block_bits(seen):
+    """Bit j: is anything seen in block j of ``seen`` [32, BLOCK_N]?"""
+    return tl.sum(tl.max(seen.to(tl.int32), axis=1) << tl.arange(0, 32), axis=0)
+
+
+@jit
 def _live_blocks(
     mask_rows, row_ok, first, step, end, stride_mn,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -121,23 +146,40 @@ def _live_blocks(
         for j in tl.range(0, count, num_stages=3):
             n = first + j * step + tl.arange(0, BLOCK_N)
             ok = row_ok[:, None] & (n < end)[None, :]
-            pointers = mask_rows[:, None] + _offsets(n, stride_mn, WIDE)[None, :]
-            if MASK_IS_BOOL:
-                seen = tl.load(pointers, mask=ok, other=0) != 0
-            else:
-                seen = tl.load(pointers, mask=ok, other=float("-inf")) != float("-inf")
+            seen = _seen(mask_rows[:, None] + _offsets(n, stride_mn, WIDE)[None, :], ok, MASK_IS_BOOL)
             row_bits |= tl.max(seen.to(tl.int32), axis=1) << j
         bits = tl.reduce(row_bits, 0, _bit_or)
     else:
-        j = tl.arange(0, 32)
-        n = (first + j * step)[:, None] + tl.arange(0, BLOCK_N)[None, :]
-        pointers = mask_rows + _offsets(n, stride_mn, WIDE)
-        if MASK_IS_BOOL:
-            seen = tl.load(pointers, mask=n < end, other=0) != 0
-        else:
-            seen = tl.load(pointers, mask=n < end, other=float("-inf")) != float("-inf")
-        bits = tl.sum(tl.max(seen.to(tl.int32), axis=1) << j, axis=0)
+        bits = _block_bits(_seen_by_all_rows(mask_rows, first, step, end, stride_mn, BLOCK_N, MASK_IS_BOOL, WIDE))
     return bits
+
+
+@jit
+def _load_bias(
+    mask_rows, row_ok, n, end, stride_mn, MASK_IS_BOOL: tl.constexpr, MASK_PER_ROW: tl.constexpr, WIDE: tl.constexpr
+):
+    """The mask of the keys ``n``: [BLOCK_M, BLOCK_N], or one row for all (MASK_PER_ROW False)."""
+    if MASK_PER_ROW:
+        pointers = mask_rows[:, None] + _offsets(n, stride_mn, WIDE)[None, :]
+        ok = row_ok[:, None] & (n < end)[None, :]
+    else:
+        pointers = mask_rows + _offsets(n, stride_mn, WIDE)[None, :]
+        ok = (n < end)[None, :]
+    return tl.load(pointers, mask=ok, other=0)
+
+
+@jit
+def _load_block(pointers, n, end, offs_d, BOUNDED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Keys or values of one block; zero at ``n >= end`` if it is BOUNDED, and beyond HEAD_DIM."""
+    if BOUNDED and HEAD_DIM != BLOCK_D:
+        block = tl.load(pointers, mask=(n < end)[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+    elif BOUNDED:
+        block = tl.load(pointers, mask=(n < end)[:, None], other=0.0)
+    elif HEAD_DIM != BLOCK_D:
+        block = tl.load(pointers, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+    else:
+        block = tl.load(pointers)
+    return block
 
 
 @jit
@@ -145,34 +187,26 @@ def _attend_block(
     acc, row_max, row_sum, q, k_head, v_head, mask_rows, row_ok, row_pos, start, end,
     stride_kn, stride_vn, stride_mn,
     BOUNDED: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    MASK_IS_BOOL: tl.constexpr, MASK_PER_ROW: tl.constexpr,
+    MASK_IS_BOOL: tl.constexpr, MASK_PER_ROW: tl.constexpr, MASK_FIRST: tl.constexpr,
     SCALE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     WIDE: tl.constexpr, ALLOW_TF32: tl.constexpr,
 ):
     """One online-softmax step over the keys ``start .. start + BLOCK_N``.
 
     BOUNDED: the block may reach past ``end``.  CAUSAL: it may hold keys after a row's position ``row_pos``.
+    MASK_FIRST: ask for the mask before waiting for k, so that its way is not added to k's; costs registers.
     """
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     n = start + offs_n
+    if MASK_FIRST:
+        bias = _load_bias(mask_rows, row_ok, n, end, stride_mn, MASK_IS_BOOL, MASK_PER_ROW, WIDE)
     # One 64-bit scalar per block, so that a head may span more than 2^31 elements.
     start64 = tl.cast(start, tl.int64)
     k_ptrs = k_head + start64 * stride_kn + _offsets(offs_n, stride_kn, WIDE)[:, None] + offs_d[None, :]
     v_ptrs = v_head + start64 * stride_vn + _offsets(offs_n, stride_vn, WIDE)[:, None] + offs_d[None, :]
-    if BOUNDED and HEAD_DIM != BLOCK_D:
-        loaded = (n < end)[:, None] & (offs_d < HEAD_DIM)[None, :]
-        k = tl.load(k_ptrs, mask=loaded, other=0.0)
-        v = tl.load(v_ptrs, mask=loaded, other=0.0)
-    elif BOUNDED:
-        k = tl.load(k_ptrs, mask=(n < end)[:, None], other=0.0)
-        v = tl.load(v_ptrs, mask=(n < end)[:, None], other=0.0)
-    elif HEAD_DIM != BLOCK_D:
-        k = tl.load(k_ptrs, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
-        v = tl.load(v_ptrs, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
-    else:
-        k = tl.load(k_ptrs)
-        v = tl.load(v_ptrs)
+    k = _load_block(k_ptrs, n, end, offs_d, BOUNDED, HEAD_DIM, BLOCK_D)
+    v = _load_block(v_ptrs, n, end, offs_d, BOUNDED, HEAD_DIM, BLOCK_D)
 
     scores = tl.dot(q, tl.trans(k), input_precision="tf32" if ALLOW_TF32 else "ieee")
     # The factor to base 2, and the scale, ride on the subtraction of the maximum: a fused multiply-add per score.
@@ -193,17 +227,12 @@ def _attend_block(
     if CAUSAL:
         scores = tl.where(row_pos[:, None] >= n[None, :], scores, float("-inf"))
     if HAS_MASK:
-        if MASK_PER_ROW:
-            mask_ptrs = mask_rows[:, None] + _offsets(n, stride_mn, WIDE)[None, :]
-            ok = row_ok[:, None] & (n < end)[None, :]
-        else:
-            mask_ptrs = mask_rows + _offsets(n, stride_mn, WIDE)[None, :]
-            ok = (n < end)[None, :]
+        if not MASK_FIRST:
+            bias = _load_bias(mask_rows, row_ok, n, end, stride_mn, MASK_IS_BOOL, MASK_PER_ROW, WIDE)
         if MASK_IS_BOOL:
-            scores = tl.where(tl.load(mask_ptrs, mask=ok, other=0) != 0, scores, float("-inf"))
+            scores = tl.where(bias != 0, scores, float("-inf"))
         else:
-            bias = tl.load(mask_ptrs, mask=ok, other=0.0).to(tl.float32)
-            scores += bias
+            scores += bias.to(tl.float32)
             # finfo.min must stay finite in base 2, or a row made of it would become a row without keys.
             lowest: tl.constexpr = -2.3e38
             scores = tl.where((scores < lowest) & (scores != float("-inf")), lowest, scores)
@@ -254,10 +283,6 @@ def _decode_kernel(
     pos = row_pos.to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
     in_tile = row_ok[:, None] & (offs_d < HEAD_DIM)[None, :]
-    q_rows = q + batch * stride_qb + head * stride_qh + pos * stride_ql
-    q_tile = tl.load(q_rows[:, None] + offs_d[None, :], mask=in_tile, other=0.0)
-    k_head = k + batch * stride_kb + tl.cast(head_kv, tl.int64) * stride_kh
-    v_head = v + batch * stride_vb + tl.cast(head_kv, tl.int64) * stride_vh
 
     end = len_k
     if IS_CAUSAL:
@@ -265,35 +290,50 @@ def _decode_kernel(
     # How many of the blocks split, split + NUM_SPLITS, ... start below end.
     num_blocks = (tl.cdiv(end, BLOCK_N) - split + NUM_SPLITS - 1) // NUM_SPLITS
     step = BLOCK_N * NUM_SPLITS
+    if HAS_MASK:
+        mask_rows = _mask_bytes(mask, MASK_IS_BOOL) + batch * stride_mb
+        if MASK_PER_ROW:
+            mask_rows = mask_rows + head * stride_mh + pos * stride_ml
+        else:
+            # Asked for before q, which is waited for where it is loaded: the two ways from memory are one.
+            seen = _seen_by_all_rows(mask_rows, split * BLOCK_N, step, end, stride_mn, BLOCK_N, MASK_IS_BOOL, WIDE)
+
+    q_rows = q + batch * stride_qb + head * stride_qh + pos * stride_ql
+    q_tile = tl.load(q_rows[:, None] + offs_d[None, :], mask=in_tile, other=0.0)
+    k_head = k + batch * stride_kb + tl.cast(head_kv, tl.int64) * stride_kh
+    v_head = v + batch * stride_vb + tl.cast(head_kv, tl.int64) * stride_vh
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if HAS_MASK:
-        mask_rows = _mask_bytes(mask, MASK_IS_BOOL) + batch * stride_mb
-        if MASK_PER_ROW:
-            mask_rows = mask_rows + head * stride_mh + pos * stride_ml
         for base in range(0, num_blocks, 32):
             first = split * BLOCK_N + base * step
-            live = _live_blocks(
-                mask_rows, row_ok, first, step, end, stride_mn,
-                BLOCK_M, BLOCK_N, MASK_IS_BOOL, MASK_PER_ROW, WIDE,
-            )
+            if MASK_PER_ROW:
+                live = _live_blocks(
+                    mask_rows, row_ok, first, step, end, stride_mn,
+                    BLOCK_M, BLOCK_N, MASK_IS_BOOL, MASK_PER_ROW, WIDE,
+                )
+            else:
+                live = _block_bits(seen)
             count = tl.sum((live >> tl.arange(0, 32)) & 1, axis=0)
             for _ in tl.range(0, count, num_stages=NUM_STAGES):
                 start = first + _lowest_set_bit(live) * step
                 live = live & (live - 1)
                 acc, row_max, row_sum = _attend_block(
                     acc, row_max, row_sum, q_tile, k_head, v_head, mask_rows, row_ok, row_pos, start, end,
-                    stride_kn, stride_vn, stride_mn, True, False, True, MASK_IS_BOOL, MASK_PER_ROW,
+                    stride_kn, stride_vn, stride_mn, True, False, True, MASK_IS_BOOL, MASK_PER_ROW, True,
                     SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, WIDE, ALLOW_TF32,
                 )
+            if not MASK_PER_ROW:
+                following = first + 32 * step
+                seen = _seen_by_all_rows(mask_rows, following, step, end, stride_mn, BLOCK_N, MASK_IS_BOOL, WIDE)
     else:
         for i in tl.range(0, num_blocks, num_stages=NUM_STAGES):
             start = split * BLOCK_N + i * step
             acc, row_max, row_sum = _attend_block(
                 acc, row_max, row_sum, q_tile, k_head, v_head, mask, row_ok, row_pos, start, end,
-                stride_kn, stride_vn, 0, True, IS_CAUSAL, False, False, False,
+                stride_kn, stride_vn, 0, True, IS_CAUSAL, False, False, False, False,
                 SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, WIDE, ALLOW_TF32,
             )
 
@@ -403,7 +443,7 @@ def _prefill_kernel(
                 live = live & (live - 1)
                 acc, row_max, row_sum = _attend_block(
                     acc, row_max, row_sum, q_tile, k_head, v_head, mask_rows, row_ok, row_pos, start, len_k,
-                    stride_kn, stride_vn, stride_mn, True, False, True, MASK_IS_BOOL, MASK_PER_ROW,
+                    stride_kn, stride_vn, stride_mn, True, False, True, MASK_IS_BOOL, MASK_PER_ROW, False,
                     SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, WIDE, ALLOW_TF32,
                 )
     else:
@@ -416,14 +456,14 @@ def _prefill_kernel(
         for start in tl.range(0, full_end, BLOCK_N, num_stages=NUM_STAGES):
             acc, row_max, row_sum = _attend_block(
                 acc, row_max, row_sum, q_tile, k_head, v_head, mask, row_ok, row_pos, start, end,
-                stride_kn, stride_vn, 0, False, False, False, False, False,
+                stride_kn, stride_vn, 0, False, False, False, False, False, False,
                 SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, WIDE, ALLOW_TF32,
             )
         # ... and these are on the diagonal or at the ragged end.
         for start in tl.range(full_end, end, BLOCK_N, num_stages=NUM_STAGES):
             acc, row_max, row_sum = _attend_block(
                 acc, row_max, row_sum, q_tile, k_head, v_head, mask, row_ok, row_pos, start, end,
-                stride_kn, stride_vn, 0, True, IS_CAUSAL, False, False, False,
+                stride_kn, stride_vn, 0, True, IS_CAUSAL, False, False, False, False,
                 SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, WIDE, ALLOW_TF32,
             )
 
@@ -859,7 +899,7 @@ def _decode_plan(q: torch.Tensor, k: torch.Tensor, out: Buffer, args: dict, cons
     row = splits * head_dim
     parts = {"out": "partial", "lse": "lse"}
     parts |= {"stride_ob": heads * len_q * row, "stride_oh": len_q * row, "stride_ol": row}
-    merge_d = max(16, min(_padded(head_dim), _MERGE_ELEMENTS // _padded(splits)))
+    merge_d = max(16, min(32, _padded(head_dim), _MERGE_ELEMENTS // _padded(splits)))
     merge = Launch(
         _merge_splits_kernel,
         (batch * heads * len_q * ceil_div(head_dim, merge_d), 1, 1),
