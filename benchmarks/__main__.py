@@ -3,6 +3,7 @@
     decode_attention   attention of one query over a static KV cache
     prefill_attention  attention of whole prompts
     rms_norm           RMSNorm with a residual sum
+    linear             linear layers for few rows, as in decoding
     llama              a Hugging Face Llama from end to end
     pass_speed         how long the pass takes, and how that grows with the graph; needs no GPU
     sweep              where each operator pays; --write-table writes the gate's table
@@ -26,7 +27,7 @@ import torch
 
 from . import harness, report, results
 
-BENCHMARKS = ("decode_attention", "prefill_attention", "rms_norm", "llama", "pass_speed", "sweep")
+BENCHMARKS = ("decode_attention", "prefill_attention", "rms_norm", "linear", "llama", "pass_speed", "sweep")
 TINY_IMPLS = ("eager", results.BASELINE, "portable_ops", "portable_ops gate=always")
 DEFAULT_IMPLS = (*TINY_IMPLS, "portable_ops gate=never")
 

@@ -20,17 +20,18 @@ import torch
 from portable_ops.inductor_ext.gate import TABLES
 from portable_ops.inductor_ext.measure import GAIN
 from portable_ops.kernels.attention import MAX_DECODE_ROWS
+from portable_ops.kernels.linear import MAX_ROWS
 from portable_ops.kernels.target import device_target
 from torch import Tensor
 
-from . import decode_attention, prefill_attention, rms_norm
+from . import decode_attention, linear, prefill_attention, rms_norm
 from .harness import kernel_case
 from .results import BASELINE, RESULTS, Row
 from .truth import attention_truth
 
 OURS = "portable_ops gate=always"
 IMPLS = (BASELINE, OURS)
-OPERATORS = ("decode", "prefill", "rms_norm")
+OPERATORS = ("decode", "prefill", "rms_norm", "linear")
 TILE_ROWS = 16
 """One tile of the decode kernel; more rows (speculative decoding) have a larger tile and were not measured."""
 
@@ -48,6 +49,13 @@ TINY_DECODE = {"kv_len": (64,), "batch_heads": (2,), "head_dim": (16,)}
 PREFILL = {"q_len": (512, 2048, 8192), "head_dim": (64, 128, 256)}
 PREFILL_SPELLINGS = (("enable_gqa", 4, True), ("repeat_kv", 4, True), ("plain", 1, True), ("plain", 1, False))
 PREFILL_TOKENS = 16384
+# out_features: of all weights together.
+LINEAR = {
+    "linear": {"rows": (1, 2, 16), "out_features": (1024, 4096, 16384, 131072), "in_features": (1024, 4096, 14336)},
+    "qkv_linear": {"rows": (1, 2, 16), "out_features": (1536, 6144), "in_features": (1024, 4096)},
+    "gated_linear": {"rows": (1, 2, 16), "out_features": (6144, 28672), "in_features": (1024, 4096)},
+}
+MAX_WEIGHT = 2**30
 NORM = {"rows": (16, 2048, 16384), "hidden_size": (2048, 4096, 8192)}
 
 
@@ -61,11 +69,15 @@ def run(args: argparse.Namespace) -> Iterator[list[Row]]:
     """The rows of one cell after another; ``--write-table`` is done where the results are written."""
     arch = device_target(torch.device(args.device)).arch
     for operator in args.only:
-        for cell, rows in _CASES[operator](args):
-            yield [{**row, "operator": _NAMES[operator], "arch": arch, "cell": cell} for row in rows]
+        for name, cell, rows in _CASES[operator](args):
+            yield [{**row, "operator": f"portable_ops::{name}", "arch": arch, "cell": cell} for row in rows]
 
 
-def _decode_cases(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Row]]]:
+Case = tuple[str, dict[str, Any], list[Row]]
+"""The operator's name, the cell that the case stands for, its rows."""
+
+
+def _decode_cases(args: argparse.Namespace) -> Iterator[Case]:
     problems = (
         (spelling, groups, mask_kind, sizes, cell)
         for spelling, groups, mask_kind, grid in DECODE
@@ -92,10 +104,10 @@ def _decode_cases(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], li
             "batch_heads": _between(batch_heads, sizes["batch_heads"]),
             "head_dim": _between(D, sizes["head_dim"]),
         }
-        yield cell, kernel_case(case, fn, (q, k, v, mask), attention_truth(q, k, v, mask), args)
+        yield "attention", cell, kernel_case(case, fn, (q, k, v, mask), attention_truth(q, k, v, mask), args)
 
 
-def _prefill_cases(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Row]]]:
+def _prefill_cases(args: argparse.Namespace) -> Iterator[Case]:
     sizes = {"q_len": (48,), "head_dim": (16,)} if args.tiny else PREFILL
     for (S, D), (spelling, groups, causal) in itertools.product(itertools.product(*sizes.values()), PREFILL_SPELLINGS):
         H = 4 if args.tiny else 32 * 128 // max(D, 128)
@@ -120,25 +132,40 @@ def _prefill_cases(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], l
             "square": True,
             "head_dim": _between(D, sizes["head_dim"]),
         }
-        yield cell, kernel_case(case, fn, (q, k, v), attention_truth(q, k, v, is_causal=causal), args)
+        yield "attention", cell, kernel_case(case, fn, (q, k, v), attention_truth(q, k, v, is_causal=causal), args)
 
 
-def _norm_cases(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Row]]]:
+def _norm_cases(args: argparse.Namespace) -> Iterator[Case]:
     sizes = {"rows": (3,), "hidden_size": (96,)} if args.tiny else NORM
     for M, N in itertools.product(*sizes.values()):
         x, r = (torch.randn(M, N, device=args.device, dtype=_dtype(args)) for _ in range(2))
         w = torch.rand(N, device=args.device, dtype=_dtype(args))
         exact = rms_norm.exact_add_rms_norm(x, r, w)
         cell = {"rows": _between(M, sizes["rows"]), "hidden_size": _between(N, sizes["hidden_size"])}
-        yield cell, kernel_case(f"x + r, rms_norm, {M} x {N}", rms_norm.add_rms_norm, (x, r, w), exact, args)
+        case = f"x + r, rms_norm, {M} x {N}"
+        yield "add_rms_norm", cell, kernel_case(case, rms_norm.add_rms_norm, (x, r, w), exact, args)
 
 
-_CASES = {"decode": _decode_cases, "prefill": _prefill_cases, "rms_norm": _norm_cases}
-_NAMES = {
-    "decode": "portable_ops::attention",
-    "prefill": "portable_ops::attention",
-    "rms_norm": "portable_ops::add_rms_norm",
-}
+def _linear_cases(args: argparse.Namespace) -> Iterator[Case]:
+    for name, grid in LINEAR.items():
+        sizes = {"rows": (2,), "out_features": (12,), "in_features": (32,)} if args.tiny else grid
+        for M, N, K in itertools.product(*sizes.values()):
+            if N * K > MAX_WEIGHT:
+                continue
+            widths = linear.WIDTHS[name](N)
+            tensors = linear.inputs(M, K, widths, args)
+            cell = {
+                "rows": _between(M, sizes["rows"]),
+                "out_features": _between(N, sizes["out_features"], open_ends=False),
+                "in_features": _between(K, sizes["in_features"], open_ends=False),
+            }
+            cell["rows"].setdefault("max", MAX_ROWS)
+            case = f"{name}, {M} rows, {K} -> {' + '.join(map(str, widths))}"
+            fn = linear.FUNCTIONS[name]
+            yield name, cell, kernel_case(case, fn, tensors, linear.exact(fn, *tensors), args)
+
+
+_CASES = {"decode": _decode_cases, "prefill": _prefill_cases, "rms_norm": _norm_cases, "linear": _linear_cases}
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -149,10 +176,11 @@ def _dtype(args: argparse.Namespace) -> torch.dtype:
     return torch.float32 if args.device == "cpu" else torch.bfloat16
 
 
-def _between(value: int, grid: Sequence[int]) -> dict[str, int]:
-    """The sizes that lie nearer to ``value`` than to its neighbours in ``grid``; open at the ends.
+def _between(value: int, grid: Sequence[int], *, open_ends: bool = True) -> dict[str, int]:
+    """The sizes that lie nearer to ``value`` than to its neighbours in ``grid``.
 
-    A single point speaks only for sizes up to twice away.
+    The first and the last point speak for everything beyond them, or for sizes up to twice away if the ends are not
+    open; a single point always for sizes up to twice away.
     """
     if len(grid) == 1:
         return {"min": value // 2, "max": value * 2}
@@ -160,8 +188,12 @@ def _between(value: int, grid: Sequence[int]) -> dict[str, int]:
     bounds = {}
     if index > 0:
         bounds["min"] = math.isqrt(grid[index - 1] * value) + 1
+    elif not open_ends:
+        bounds["min"] = value // 2
     if index < len(grid) - 1:
         bounds["max"] = math.isqrt(value * grid[index + 1])
+    elif not open_ends:
+        bounds["max"] = value * 2
     return bounds
 
 
@@ -195,7 +227,7 @@ def _rule(cell: dict[str, Any], row: Row) -> dict[str, Any]:
     return {"when": when, "take": take, "speedup": round(speedup, 3), "case": row["case"]}
 
 
-SIZES = ("kv_len", "batch_heads", "q_len", "head_dim", "rows", "hidden_size")
+SIZES = ("kv_len", "batch_heads", "q_len", "head_dim", "rows", "hidden_size", "out_features", "in_features")
 
 
 def merged(rules: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

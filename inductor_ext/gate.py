@@ -145,6 +145,20 @@ def rms_norm_features(values: Mapping[str, Any], bound: Mapping[str, Any]) -> Fe
     return {"dtype": str(x.dtype).removeprefix("torch."), "rows": rows, "hidden_size": x.shape[-1]}
 
 
+def linear_features(values: Mapping[str, Any], bound: Mapping[str, Any]) -> Features:
+    """Rows and features of linear layers; ``out_features`` of all weights together."""
+    x = values["x"]
+    weights = [value for name, value in values.items() if name.endswith("weight")]
+    return {
+        "dtype": str(x.dtype).removeprefix("torch."),
+        "rows": x.shape[0],
+        "in_features": x.shape[1],
+        "out_features": sum(weight.shape[0] for weight in weights),
+    }
+
+
 register_features("portable_ops::attention", attention_features)
 register_features("portable_ops::rms_norm", rms_norm_features)
 register_features("portable_ops::add_rms_norm", rms_norm_features)
+for _name in ("linear", "qkv_linear", "gated_linear"):
+    register_features(f"portable_ops::{_name}", linear_features)

@@ -13,6 +13,7 @@ import torch
 
 from ..kernels.attention import ATTENTION
 from ..kernels.launch import Launch
+from ..kernels.linear import GATED_LINEAR, LINEAR, QKV_LINEAR
 from ..kernels.operator import Operator
 from ..kernels.rms_norm import ADD_RMS_NORM, RMS_NORM
 from ..kernels.rope import ROPE
@@ -82,5 +83,5 @@ def _emit(operator: Operator, launch: Launch, boxes: dict[str, Any], inputs: set
         )
 
 
-for _operator in (ATTENTION, RMS_NORM, ADD_RMS_NORM, ROPE, SWIGLU, TOPK):
+for _operator in (ATTENTION, RMS_NORM, ADD_RMS_NORM, ROPE, SWIGLU, TOPK, LINEAR, QKV_LINEAR, GATED_LINEAR):
     register_operator(_operator)

@@ -98,12 +98,14 @@ class _Rewriting:
         self.traced: dict[Any, fx.Graph] = {}
 
     def run(self) -> Report:
-        for node in list(self.graph.nodes):
-            if node.op != "call_function":
-                continue
-            for pattern in _patterns:
-                if node not in self.erased and pattern.anchors(node):
-                    self._try(pattern, node)
+        for last in (False, True):
+            patterns = [p for p in _patterns if p.last == last]
+            for node in list(self.graph.nodes):
+                if node.op != "call_function":
+                    continue
+                for pattern in patterns:
+                    if node not in self.erased and pattern.anchors(node):
+                        self._try(pattern, node)
         return Report(
             sites=tuple(self.sites),
             misses=tuple(self.misses),

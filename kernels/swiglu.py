@@ -4,15 +4,7 @@
     a   = clamp(scale * activation(g), act_min, act_max)
     out = a * (clamp(up, up_min, up_max) + up_offset)
 
-with ``activation`` one of
-
-    silu       x * sigmoid(alpha * x)                 alpha = 1: SiLU; 1.702: quick GELU, gpt-oss
-    gelu       x / 2 * (1 + erf(x / sqrt(2)))
-    gelu_tanh  x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))
-    relu       max(x, 0)
-    relu2      max(x, 0)^2
-    sigmoid    sigmoid(alpha * x)
-    tanh       tanh(x)
+with ``activation`` one of those in :mod:`.activation`.
 
 The activation is computed in float32 (float64 for a float64 gate) and rounded once, to ``act_dtype``; the product is
 formed in the type to which torch promotes ``act_dtype`` and the type of ``up``, and rounded to ``out_dtype``.
@@ -23,13 +15,11 @@ Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
+from .activation import ACTIVATIONS, activate
 from .launch import ordered
 from .operator import define_operator
 from .target import Target
-
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh")
 
 
 def swiglu_reference(
@@ -62,26 +52,11 @@ def swiglu_reference(
     """
     g = _clamp(gate, gate_min, gate_max)
     g = g if g.dtype == torch.float64 else g.float()
-    a = _activate(g, activation, alpha if alpha_tensor is None else alpha_tensor.to(g.dtype))
+    a = activate(g, activation, alpha if alpha_tensor is None else alpha_tensor.to(g.dtype))
     a = _clamp((a * scale if scale != 1.0 else a).to(act_dtype), act_min, act_max)
     u = _clamp(up, up_min, up_max)
     out = (a * (u + up_offset if up_offset else u)).to(out_dtype)
     return ordered(out, out_order)
-
-
-def _activate(x: torch.Tensor, activation: str, alpha: float | torch.Tensor) -> torch.Tensor:
-    steep = x if isinstance(alpha, float) and alpha == 1.0 else x * alpha
-    if activation == "silu":
-        return F.silu(x) if steep is x else x * torch.sigmoid(steep)
-    if activation == "sigmoid":
-        return torch.sigmoid(steep)
-    if activation in ("gelu", "gelu_tanh"):
-        return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
-    if activation in ("relu", "relu2"):
-        return torch.relu(x) if activation == "relu" else torch.relu(x).square()
-    if activation == "tanh":
-        return torch.tanh(x)
-    raise ValueError(f"activation={activation!r}, expected one of {', '.join(ACTIVATIONS)}")
 
 
 def _clamp(x: torch.Tensor, low: float | None, high: float | None) -> torch.Tensor:

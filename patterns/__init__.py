@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .attention import ATTENTION_PATTERN, LOWERED_ATTENTION_PATTERN
 from .eager_attention import EAGER_ATTENTION_PATTERN
+from .linear import LINEAR_PATTERN
 from .match import KINDS, Match, Miss, Pattern, Recognised, Unmatched
 from .rms_norm import RMS_NORM_PATTERN
 from .rope import ROPE_PATTERN
@@ -22,6 +23,8 @@ PATTERNS: tuple[Pattern, ...] = (
     # Their products and selections stand in none of the others' formulas, so that the order does not matter.
     SWIGLU_PATTERN,
     TOPK_PATTERN,
+    # Last: a product may be a part of a gated MLP.
+    LINEAR_PATTERN,
 )
 
 __all__ = ["KINDS", "PATTERNS", "Match", "Miss", "Pattern", "Recognised", "Unmatched"]

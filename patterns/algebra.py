@@ -1028,6 +1028,50 @@ def _is_bias(b: Any, result: fx.Node) -> bool:
     return not same_shape(value.shape, result.meta["val"].shape)
 
 
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """``product = x @ transposed``, an ``aten.mm`` whose second factor is a weight ``[out, in]`` seen from the side.
+
+    ``source``: what ``x`` is a reshape of; products of one source and shape have the same left factor.
+    """
+
+    product: fx.Node
+    x: fx.Node
+    source: fx.Node
+    transposed: fx.Node
+
+    def shares_input(self, other: Linear) -> bool:
+        return self.source is other.source and same_shape(self.x.meta["val"].shape, other.x.meta["val"].shape)
+
+
+def linear(product: Any) -> Linear | None:
+    """``product`` as a linear layer without bias, or None."""
+    if not is_op(product, aten.mm) or product.kwargs or not all(isinstance(a, fx.Node) for a in product.args):
+        return None
+    x, transposed = product.args
+    if not same_size(transposed.meta["val"].stride(0), 1):
+        return None
+    return Linear(product, x, _unreshaped(x), transposed)
+
+
+def linears_of(source: fx.Node) -> list[Linear]:
+    """The linear layers that read ``source``, reshaped or not, in graph order."""
+    found, work = [], [source]
+    while work:
+        for user in work.pop().users:
+            if is_op(user, *RESHAPES):
+                work.append(user)
+            elif (layer := linear(user)) is not None and layer.source is source:
+                found.append(layer)
+    return sorted(found, key=lambda layer: layer.product)
+
+
+def _unreshaped(x: fx.Node) -> fx.Node:
+    while is_op(x, *RESHAPES):
+        x = x.args[0]
+    return x
+
+
 def same_projected(a: Any, b: Any) -> bool:
     """Whether two tensors are pieces of one matrix product, or products of one and the same operand."""
     a, b = projection(a), projection(b)

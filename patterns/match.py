@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ..kernels.operator import Operator
 from . import algebra
 
-KINDS = ("rms_norm", "rope", "swiglu", "attention", "topk")
+KINDS = ("rms_norm", "rope", "swiglu", "attention", "topk", "linear")
 """The kinds of subgraph that reports count, in report order."""
 
 
@@ -201,13 +201,15 @@ class Pattern:
 
     ``anchors(node)`` picks candidates cheaply; ``match(node)`` returns a Match, or a Recognised for what is the
     pattern but cannot be rewritten, raises :class:`Unmatched` with the reason, or returns None where the candidate is
-    plainly something else and not worth a word.
+    plainly something else and not worth a word.  ``last``: it is tried when the others have been through the whole
+    graph, because what it takes may belong to something larger.
     """
 
     name: str
     kind: str
     anchors: Callable[[fx.Node], bool]
     match: Callable[[fx.Node], Match | Recognised | None]
+    last: bool = False
 
     def try_match(self, node: fx.Node) -> Match | Recognised | Miss | None:
         try:
@@ -284,6 +286,16 @@ def _inherit(old: fx.Node) -> dict[str, Any]:
     """The metadata that a replacement takes from the node it stands for."""
     keep = ("val", "tensor_meta", "stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "custom")
     return {key: old.meta[key] for key in keep if key in old.meta}
+
+
+def weight_of(layer: algebra.Linear) -> fx.Node | Permuted:
+    """The weight ``[out_features, in_features]`` of a linear layer, as torch.nn.Linear keeps it."""
+    node = layer.transposed
+    if algebra.is_op(node, *algebra.PERMUTES):
+        weight = node.args[0].meta["val"]
+        if algebra.same_shape(weight.shape, node.meta["val"].T.shape) and algebra.same_size(weight.stride(-1), 1):
+            return node.args[0]
+    return Permuted(node, (1, 0))
 
 
 def val(node: fx.Node) -> torch.Tensor:

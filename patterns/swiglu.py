@@ -7,7 +7,9 @@ and views anywhere between::
     sigmoid(gate) * (gate * up)                                              # silu, regrouped
     relu(gate) * up,  relu(gate)^2 * up,  sigmoid(gate) * up,  tanh(gate) * up,  aten.glu     # of matrix products
 
-Replaces with ``portable_ops::swiglu``.  What the activation rounds on its way is rounded once, at its end.
+Replaces with ``portable_ops::swiglu``; where both factors are linear layers of the same few rows, as in decoding, with
+``portable_ops::gated_linear``, which computes those as well.  What the activation rounds on its way is rounded once, at
+its end.
 
 Declines when: the activation's argument multiplies it (that is an activation, not a gate); one of the factors is
 broadcast (squeeze-and-excitation, a gate per token); ReLU, sigmoid or tanh gate something else than a matrix product
@@ -22,10 +24,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..kernels.swiglu import ACTIVATIONS, SWIGLU
+from ..kernels.activation import ACTIVATIONS, TILE_ACTIVATIONS
+from ..kernels.linear import GATED_LINEAR, MAX_ROWS
+from ..kernels.swiglu import SWIGLU
 from . import algebra
 from .algebra import aten, prims
-from .match import Call, Match, Pattern, Unmatched, val
+from .match import Call, Match, Pattern, Unmatched, val, weight_of
 
 _UNITS = ("silu", "gelu", "gelu_tanh")
 """A product with one of these is a gated unit wherever it stands; other activations have other uses as well."""
@@ -202,7 +206,54 @@ def _build(anchor: fx.Node, gate: _Gate, other: fx.Node) -> Match:
     }
     bound = {k: v for k, v in args.items() if k not in ("gate", "up", "alpha_tensor") and v is not None}
     inner = _between({source, up.node, act.alpha}, out)
-    return Match("swiglu", "swiglu", anchor, SWIGLU, args, (out,), inner, bound)
+    whole = Match("swiglu", "swiglu", anchor, SWIGLU, args, (out,), inner, bound)
+    return _with_linears(whole) or whole
+
+
+_LIMITS = ("gate_min", "gate_max", "act_min", "act_max", "up_min", "up_max")
+_PLAIN = {"scale": 1.0, "up_offset": 0.0, "alpha_tensor": None, "out_order": None, **dict.fromkeys(_LIMITS)}
+"""The arguments of a gated activation that ``gated_linear`` does not have, and what they must be."""
+
+
+def _with_linears(whole: Match) -> Match | None:
+    """``whole`` with the two linear layers in front of it, if nobody else reads these."""
+    gate, up = whole.args["gate"], whole.args["up"]
+    if whole.args["activation"] not in TILE_ACTIVATIONS or any(whole.args[k] != v for k, v in _PLAIN.items()):
+        return None
+    before = {*_to_product(gate), *_to_product(up)}
+    own = {*whole.inner, *before, whole.anchor, *whole.outputs}
+    gate_layer, up_layer = _few_row_linear(gate), _few_row_linear(up)
+    if gate_layer is None or up_layer is None or any(u not in own for n in before for u in n.users):
+        return None
+    if gate_layer.product is up_layer.product or not gate_layer.shares_input(up_layer):
+        return None
+    args = {
+        "x": gate_layer.x,
+        "gate_weight": weight_of(gate_layer),
+        "up_weight": weight_of(up_layer),
+        **{name: whole.args[name] for name in ("activation", "alpha", "act_dtype", "out_dtype")},
+    }
+    view = None if gate is gate_layer.product else gate
+    inner = tuple(sorted({*whole.inner, *before}))
+    return dataclasses.replace(whole, pattern="gated_linear", operator=GATED_LINEAR, args=args, inner=inner, view=view)
+
+
+def _few_row_linear(x: Any) -> algebra.Linear | None:
+    """The linear layer of few rows in a 16-bit type whose result ``x`` is, behind one reshape of its rows at most."""
+    *_, product = _to_product(x) or (None,)
+    layer = algebra.linear(product)
+    if layer is None or val(product).dtype not in (torch.float16, torch.bfloat16):
+        return None
+    rows, columns = val(product).shape
+    keeps_columns = algebra.same_size(val(x).shape[-1], columns)
+    return layer if keeps_columns and isinstance(rows, int) and rows <= MAX_ROWS else None
+
+
+def _to_product(x: Any) -> tuple[fx.Node, ...]:
+    """``x``, and what it is a reshape of."""
+    if not isinstance(x, fx.Node):
+        return ()
+    return (x, x.args[0]) if algebra.is_op(x, *algebra.RESHAPES) else (x,)
 
 
 def _product_fits(a: torch.dtype, b: torch.dtype, product: torch.dtype) -> bool:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("kernels", "patterns", "inductor_ext")
 """Lowest first: a layer may import those before it."""
 
-SHARED = {"kernels": {"launch", "target", "operator"}, "patterns": {"algebra", "match"}}
+SHARED = {"kernels": {"launch", "target", "operator", "activation"}, "patterns": {"algebra", "match"}}
 """What modules of a layer may import from their own layer; inductor_ext may import all of its own."""
 
 PACKAGE = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]

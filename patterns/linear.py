@@ -1,0 +1,48 @@
+"""Linear layers for few rows, as in decoding one token for each of a few sequences.
+
+Matches, on the second way through the graph, what no gated MLP has taken::
+
+    q, k, v = x @ q_weight.T, x @ k_weight.T, x @ v_weight.T      # three products of one x, whatever they are called
+    y = x @ weight.T
+
+Replaces with ``portable_ops::qkv_linear`` or ``portable_ops::linear``.
+
+Not a word is said about products of more than MAX_ROWS rows: they belong to the matrix library, and most graphs are
+full of them.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ..kernels.linear import LINEAR, MAX_ROWS, QKV_LINEAR
+from . import algebra
+from .algebra import aten
+from .match import Match, Pattern, weight_of
+
+
+def match(anchor: fx.Node) -> Match | None:
+    """Match the linear layer whose product is ``anchor``, with two more that read the same input."""
+    layer = algebra.linear(anchor)
+    if layer is None:
+        return None
+    together = [other for other in algebra.linears_of(layer.source) if other.shares_input(layer)]
+    if len(together) == 3 and together[0].product is anchor:
+        names = ("q_weight", "k_weight", "v_weight")
+        weights = {name: weight_of(one) for name, one in zip(names, together, strict=True)}
+        products = tuple(one.product for one in together)
+        bound = {"out_features": [one.product.meta["val"].shape[1] for one in together]}
+        return Match("qkv_linear", "linear", anchor, QKV_LINEAR, {"x": layer.x, **weights}, products, (), bound)
+    bound = {"out_features": anchor.meta["val"].shape[1]}
+    args = {"x": layer.x, "weight": weight_of(layer)}
+    return Match("linear", "linear", anchor, LINEAR, args, (anchor,), (), bound)
+
+
+def _is_anchor(node: fx.Node) -> bool:
+    if not algebra.is_op(node, aten.mm) or algebra.is_backward(node):
+        return False
+    rows = node.meta["val"].shape[0]
+    return isinstance(rows, int) and rows <= MAX_ROWS and node.meta["val"].dtype.is_floating_point
+
+
+LINEAR_PATTERN = Pattern("linear", "linear", _is_anchor, match, last=True)
