@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from ..kernels.launch import hint
 from ..kernels.target import Target
 from ..patterns import Match
+from . import inductor_compat as inductor
 from .settings import Settings
 
 TABLES = Path(__file__).parent / "gate_tables"
@@ -146,10 +147,14 @@ def rms_norm_features(values: Mapping[str, Any], bound: Mapping[str, Any]) -> Fe
 
 
 def linear_features(values: Mapping[str, Any], bound: Mapping[str, Any]) -> Features:
-    """Rows and features of linear layers; ``out_features`` of all weights together."""
+    """Rows and features of linear layers; ``out_features`` of all weights together.
+
+    ``tuned``: Inductor tunes matrix products itself (max-autotune), which is not what the table was measured against.
+    """
     x = values["x"]
     weights = [value for name, value in values.items() if name.endswith("weight")]
     return {
+        "tuned": inductor.tunes_matmuls(),
         "dtype": str(x.dtype).removeprefix("torch."),
         "rows": x.shape[0],
         "in_features": x.shape[1],

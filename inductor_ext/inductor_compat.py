@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch._higher_order_ops import triton_kernel_wrap
-from torch._inductor import custom_graph_pass, ir, lowering
+from torch._inductor import config, custom_graph_pass, ir, lowering
 from torch._inductor.graph import SubgraphLowering
 from torch._inductor.virtualized import V
 
@@ -36,6 +36,11 @@ def register_lowering(op: torch._ops.OpOverload, lower: Callable[..., Any]) -> N
 def fallback(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """A lowering that calls the op's eager implementation."""
     return lowering.fallback_handler(op, add_to_fallback_set=False)
+
+
+def tunes_matmuls() -> bool:
+    """Whether Inductor, as configured where this is asked, tries several kernels for each matrix product."""
+    return bool(config.max_autotune or config.max_autotune_gemm)
 
 
 def current_node() -> torch.fx.Node:
