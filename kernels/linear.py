@@ -98,7 +98,7 @@ def _multiply_rows(
         return tl.sum(sums, axis=1)
     else:
         offs_m = tl.arange(0, BLOCK_M)
-        x_ptrs = x + (offs_m * stride_xm)[:, None] + offs_k[None, :]
+        x_ptrs = x + (offs_m.to(tl.int64) * stride_xm)[:, None] + offs_k[None, :]
         in_x = (offs_m < len_m)[:, None]
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in tl.range(0, len_k, BLOCK_K, num_stages=NUM_STAGES):
@@ -123,7 +123,7 @@ def _store_rows(
     else:
         offs_m = tl.arange(0, BLOCK_M)
         tl.store(
-            out + (offs_m * stride_om)[:, None] + offs_n[None, :], y.to(out.dtype.element_ty),
+            out + (offs_m.to(tl.int64) * stride_om)[:, None] + offs_n[None, :], y.to(out.dtype.element_ty),
             mask=(offs_m < len_m)[:, None] & (offs_n < len_n)[None, :],
         )
 
@@ -232,6 +232,8 @@ def _x_reason(x: torch.Tensor) -> str | None:
         return f"x has {x.shape[0]} rows, needs a constant from 1 to {MAX_ROWS}"
     if not isinstance(x.shape[1], int) or x.shape[1] == 0:
         return f"x has {x.shape[1]} columns, needs a constant of at least 1"
+    if x.shape[1] % 16:
+        return f"x has {x.shape[1]} columns, needs a multiple of 16"
     return _row_reason("x", x)
 
 
@@ -252,6 +254,8 @@ def _row_reason(name: str, tensor: torch.Tensor) -> str | None:
         return f"{name} has rows that are not contiguous, needs stride 1 along in_features"
     if not isinstance(tensor.stride(0), int) or tensor.stride(0) % 16:
         return f"{name} has rows {tensor.stride(0)} elements apart, needs a multiple of 16"
+    if not isinstance(tensor.storage_offset(), int) or tensor.storage_offset() % 8:
+        return f"{name} starts {tensor.storage_offset()} elements into its storage, needs a multiple of 8"
     return None
 
 
