@@ -46,7 +46,9 @@ def is_op(node: Any, *packets: Any) -> bool:
 
 @functools.lru_cache(4096)  # asked for every node, many times
 def _packet(target: Any) -> Any:
-    return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+    """What all overloads of an op have in common; a view as another type has nothing in common with other views."""
+    overloaded = isinstance(target, torch._ops.OpOverload) and target is not aten.view.dtype
+    return target.overloadpacket if overloaded else target
 
 
 def aten_name(node: fx.Node) -> str:
@@ -631,7 +633,6 @@ def _step(x: fx.Node, inner: Lanes, lead: int) -> Lanes | None:
         return inner.permute([d - lead for d in order[lead:]]) if order[:lead] == list(range(lead)) else None
     shape = tuple(value.shape[lead:])
     whole = same_shape(value.shape[:lead], source.shape[:lead]) and all(isinstance(s, int) for s in shape)
-    whole = whole and value.dtype == source.dtype  # a view as another type is none of these
     return Lanes(shape, inner.index) if whole and math.prod(shape) == len(inner.index) else None
 
 
@@ -1030,7 +1031,7 @@ def _is_bias(b: Any, result: fx.Node) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """``product = x @ transposed``, an ``aten.mm`` whose second factor is a weight ``[out, in]`` seen from the side.
+    """``product = x @ transposed``, an ``aten.mm`` whose second factor is a stored ``[out, in]`` seen from the side.
 
     ``source``: what ``x`` is a reshape of; products of one source and shape have the same left factor.
     """
@@ -1045,13 +1046,24 @@ class Linear:
 
 
 def linear(product: Any) -> Linear | None:
-    """``product`` as a linear layer without bias, or None."""
+    """``product`` as a linear layer without bias, or None.
+
+    A weight that is computed in the graph (dequantised, cast, put together) makes none: who computes it may fuse the
+    work with the product, and what is known about reading weights from memory says nothing about that.
+    """
     if not is_op(product, aten.mm) or product.kwargs or not all(isinstance(a, fx.Node) for a in product.args):
         return None
     x, transposed = product.args
-    if not same_size(transposed.meta["val"].stride(0), 1):
+    if not same_size(transposed.meta["val"].stride(0), 1) or not _is_stored(transposed):
         return None
     return Linear(product, x, _unreshaped(x), transposed)
+
+
+def _is_stored(x: fx.Node) -> bool:
+    """Whether ``x`` is an input of the graph, or a piece of one."""
+    while is_op(x, *RESHAPES, *PERMUTES, *_ALIASES, aten.slice, aten.select, operator.getitem, *_SPLITS):
+        x = x.args[0]
+    return x.op in ("placeholder", "get_attr")
 
 
 def linears_of(source: fx.Node) -> list[Linear]:
