@@ -128,6 +128,13 @@ class _Rewriting:
             self.erased.add(node)
 
     def _decide(self, match: Match) -> None:
+        site = self._decided(match)
+        if site.decision == "declined" and match.instead is not None:
+            smaller = self._decided(match.instead)
+            site = smaller if smaller.decision == "rewritten" else site
+        self.sites.append(site)
+
+    def _decided(self, match: Match) -> Site:
         verdict = gate.decide(match, self.target, self.settings, training=self.training, taken=self.taken)
         variant = ""
         if verdict.take:
@@ -141,7 +148,7 @@ class _Rewriting:
             self.erased |= _erase_unused(match)
         decision = "rewritten" if verdict.take else "declined"
         bound = {k: str(v) for k, v in match.bound.items()}
-        self.sites.append(Site(match.kind, match.pattern, decision, verdict.reason, match.source, variant, bound))
+        return Site(match.kind, match.pattern, decision, verdict.reason, match.source, variant, bound)
 
     def _variant(self, match: Match) -> str:
         """What will run: a kernel variant, or the operator's reference where there is no kernel for the device."""

@@ -13,12 +13,14 @@ full of them.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from ..kernels.linear import LINEAR, MAX_ROWS, QKV_LINEAR
 from . import algebra
 from .algebra import aten
-from .match import Match, Pattern, weight_of
+from .match import Match, Pattern, input_of, weight_of
 
 
 def match(anchor: fx.Node) -> Match | None:
@@ -26,16 +28,19 @@ def match(anchor: fx.Node) -> Match | None:
     layer = algebra.linear(anchor)
     if layer is None:
         return None
-    together = [other for other in algebra.linears_of(layer.source) if other.shares_input(layer)]
-    if len(together) == 3 and together[0].product is anchor:
-        names = ("q_weight", "k_weight", "v_weight")
-        weights = {name: weight_of(one) for name, one in zip(names, together, strict=True)}
-        products = tuple(one.product for one in together)
-        bound = {"out_features": [one.product.meta["val"].shape[1] for one in together]}
-        return Match("qkv_linear", "linear", anchor, QKV_LINEAR, {"x": layer.x, **weights}, products, (), bound)
-    bound = {"out_features": anchor.meta["val"].shape[1]}
+    bound: dict[str, Any] = {"out_features": anchor.meta["val"].shape[1]}
     args = {"x": layer.x, "weight": weight_of(layer)}
-    return Match("linear", "linear", anchor, LINEAR, args, (anchor,), (), bound)
+    alone = Match("linear", "linear", anchor, LINEAR, args, (anchor,), (), bound)
+    together = [
+        other for other in algebra.linears_of(layer.source) if other.shares_input(layer) and _is_anchor(other.product)
+    ]
+    if len(together) != 3 or together[0].product is not anchor:
+        return alone
+    names = ("q_weight", "k_weight", "v_weight")
+    args = {"x": input_of(layer), **{name: weight_of(one) for name, one in zip(names, together, strict=True)}}
+    products = tuple(one.product for one in together)
+    bound = {"out_features": [product.meta["val"].shape[1] for product in products]}
+    return Match("qkv_linear", "linear", anchor, QKV_LINEAR, args, products, (), bound, instead=alone)
 
 
 def _is_anchor(node: fx.Node) -> bool:

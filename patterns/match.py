@@ -110,6 +110,7 @@ class Match:
     whose work the operator takes over.  ``bound``: what the match found (eps, rounding points, heads), for the
     report.  ``order``: the order in which a single result has its dimensions, where that is not the graph's.
     ``view``: the view that leads from the shape of the first result to the shape of the node that it replaces.
+    ``instead``: a smaller match that is decided on where this one is declined.
     """
 
     pattern: str
@@ -122,6 +123,7 @@ class Match:
     bound: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     order: tuple[int, ...] | None = None
     view: fx.Node | None = None
+    instead: Match | None = None
 
     @property
     def source(self) -> str:
@@ -182,7 +184,7 @@ class Match:
                 item = _insert(call, torch.ops.aten.permute.default, (call, back), old)
             if self.view is not None and index == 0:
                 # Behind the view itself, so that its sizes are known.
-                item = _insert(max(item, self.view), torch.ops.aten.view.default, (item, self.view.args[1]), old)
+                item = _insert(max(item, self.view), self.view.target, (item, *self.view.args[1:]), old)
             old.replace_all_uses_with(item)
         return call
 
@@ -286,6 +288,13 @@ def _inherit(old: fx.Node) -> dict[str, Any]:
     """The metadata that a replacement takes from the node it stands for."""
     keep = ("val", "tensor_meta", "stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "custom")
     return {key: old.meta[key] for key in keep if key in old.meta}
+
+
+def input_of(layer: algebra.Linear) -> fx.Node | Call:
+    """What a linear layer reads, such that layers that share it start at the same node."""
+    if layer.x is layer.source:
+        return layer.x
+    return Call(torch.ops.aten.view.default, (layer.source, list(layer.x.meta["val"].shape)))
 
 
 def weight_of(layer: algebra.Linear) -> fx.Node | Permuted:

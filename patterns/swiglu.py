@@ -29,7 +29,7 @@ from ..kernels.linear import GATED_LINEAR, MAX_ROWS
 from ..kernels.swiglu import SWIGLU
 from . import algebra
 from .algebra import aten, prims
-from .match import Call, Match, Pattern, Unmatched, val, weight_of
+from .match import Call, Match, Pattern, Unmatched, input_of, val, weight_of
 
 _UNITS = ("silu", "gelu", "gelu_tanh")
 """A product with one of these is a gated unit wherever it stands; other activations have other uses as well."""
@@ -228,14 +228,15 @@ def _with_linears(whole: Match) -> Match | None:
     if gate_layer.product is up_layer.product or not gate_layer.shares_input(up_layer):
         return None
     args = {
-        "x": gate_layer.x,
+        "x": input_of(gate_layer),
         "gate_weight": weight_of(gate_layer),
         "up_weight": weight_of(up_layer),
         **{name: whole.args[name] for name in ("activation", "alpha", "act_dtype", "out_dtype")},
     }
     view = None if gate is gate_layer.product else gate
     inner = tuple(sorted({*whole.inner, *before}))
-    return dataclasses.replace(whole, pattern="gated_linear", operator=GATED_LINEAR, args=args, inner=inner, view=view)
+    changed = {"pattern": "gated_linear", "operator": GATED_LINEAR, "args": args, "inner": inner, "view": view}
+    return dataclasses.replace(whole, **changed, instead=whole)
 
 
 def _few_row_linear(x: Any) -> algebra.Linear | None:
