@@ -738,19 +738,24 @@ def test_two_operators_of_one_name_are_refused(operators: dict[str, Operator]) -
         register_operator(dataclasses.replace(operators["cube"], plan=lambda: None))
 
 
+def complex_cubes(x: Tensor) -> Tensor:
+    return torch.view_as_complex(cubes(x).unflatten(-1, (-1, 2)))
+
+
 @pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("function", [cubes, complex_cubes])
 def test_verify_stays_with_stock_when_a_rewrite_is_wrong(
-    operators: dict[str, Operator], x: Tensor, caplog: pytest.LogCaptureFixture
+    function: Callable, operators: dict[str, Operator], x: Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
     register_pattern(cube_pattern(operators["wrong_cube"], "cube"))
     with torch.no_grad():
-        unverified = torch.compile(cubes, backend="portable_ops", options=ALWAYS)(x)
-        assert not torch.allclose(unverified, cubes(x), rtol=1e-3)
+        unverified = torch.compile(function, backend="portable_ops", options=ALWAYS)(x)
+        assert not torch.allclose(unverified, function(x), rtol=1e-3)
         torch._dynamo.reset()
-        compiled = torch.compile(cubes, backend="portable_ops", options=VERIFY)
+        compiled = torch.compile(function, backend="portable_ops", options=VERIFY)
         with caplog.at_level(logging.WARNING, VERIFY_LOG):
-            close(compiled(x), cubes(x))
-            close(compiled(x + 1), cubes(x + 1))
+            close(compiled(x), function(x))
+            close(compiled(x + 1), function(x + 1))
     (warning,) = said(caplog)
     assert "differs from stock beyond rounding (result 0: relative difference" in warning
 
