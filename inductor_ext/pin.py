@@ -25,7 +25,11 @@ from ..patterns.algebra import dense_order
 from ..patterns.match import source_line
 
 aten = torch.ops.aten
-_SDPA = (torch._C._nn.scaled_dot_product_attention, aten.scaled_dot_product_attention.default)
+_SDPA = (
+    torch._C._nn.scaled_dot_product_attention,
+    aten.scaled_dot_product_attention,
+    aten.scaled_dot_product_attention.default,
+)
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
@@ -93,15 +97,15 @@ def _pin_node(node: fx.Node, target: Target) -> str | None:
         "k": arguments["key"],
         "v": arguments["value"],
         **{name: arguments[name] for name in ("attn_mask", "is_causal", "scale", "enable_gqa")},
-        "out_order": dense_order(out),
     }
-    if call["out_order"] is None:
-        return "its output has gaps in memory, or head_dim is not innermost"
-    call["out_order"] = list(call["out_order"])
     examples = {name: _example(a) if isinstance(a, fx.Node) else a for name, a in call.items()}
     reason = ATTENTION.supports(**examples, target=target)
     if reason is not None:
         return reason
+    order = dense_order(out)
+    if order is None:
+        return "its output has gaps in memory, or head_dim is not innermost"
+    call["out_order"] = list(order)
     names = ATTENTION.params
     node.target = ATTENTION.op
     node.args = tuple(call[name] for name in names)

@@ -67,6 +67,7 @@ FORMS: dict[str, tuple[Callable, tuple]] = {
         lambda q, k, v: attention(q, k, v, is_causal=True, scale=0.1, enable_gqa=True),
         heads(H, G),
     ),
+    "called by its ATen name": (lambda q, k, v: torch.ops.aten.scaled_dot_product_attention(q, k, v), heads()),
     "by position": (lambda q, k, v: attention(q, k, v, None, 0.0, True), heads()),
     "three dimensions": (lambda q, k, v: attention(q, k, v), tuple(t[:, 0] for t in heads())),
     "three dimensions, causal": (lambda q, k, v: attention(q, k, v, is_causal=True), tuple(t[:, 0] for t in heads())),
@@ -466,6 +467,11 @@ NOT_PINNED: dict[str, tuple[Callable, tuple, str]] = {
     "no queries at all": (
         lambda q, k, v: attention(q, k, v),
         tuple(t[:0] for t in heads()),
+        "q has no elements, needs at least one",
+    ),
+    "no positions at all": (
+        lambda q, k, v: attention(q, k, v),
+        tuple(t[:, :, :0] for t in heads()),
         "q has no elements, needs at least one",
     ),
 }
