@@ -170,7 +170,7 @@ def split_options(mode: str | None, options: Mapping[str, Any] | None) -> tuple[
     if mode is not None:
         modes = list_mode_options()
         if mode not in modes:
-            raise SettingError(f"unknown mode {mode!r}{suggest(mode, modes)}")
+            raise SettingError(f"unknown mode {mode!r}{suggest(str(mode), modes)}")
         patches.update(modes[mode])
     ours: dict[str, Any] = {}
     known = config.get_config_copy()

@@ -155,6 +155,7 @@ def compiled(**options: Any) -> torch.Tensor:
     ("call", "message"),
     [
         ({"mode": "reduce-overhea"}, "unknown mode 'reduce-overhea'; did you mean 'reduce-overhead'?"),
+        ({"mode": 5}, "unknown mode 5; valid are "),
         ({"options": {"portable_ops.gat": 1}}, "unknown option 'portable_ops.gat'; did you mean 'portable_ops.gate'?"),
         (
             {"options": {"portable_ops.gate": "tabel"}},
