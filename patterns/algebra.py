@@ -44,6 +44,11 @@ def is_op(node: Any, *packets: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_function" and _packet(node.target) in packets
 
 
+def is_quotient(node: Any) -> bool:
+    """Whether ``node`` is ``a / b``, not rounded to a whole number (``rounding_mode``)."""
+    return is_op(node, aten.div) and not node.kwargs.get("rounding_mode")
+
+
 @functools.lru_cache(4096)  # asked for every node, many times
 def _packet(target: Any) -> Any:
     """What all overloads of an op have in common; a view as another type has nothing in common with other views."""
@@ -215,7 +220,7 @@ def inverse_square_root(x: Any) -> fx.Node | None:
     root = None
     if is_op(x, aten.reciprocal):
         root = x.args[0]
-    elif is_op(x, aten.div) and scalar(x.args[0]) == 1:
+    elif is_quotient(x) and scalar(x.args[0]) == 1:
         root = x.args[1]
     elif is_op(x, aten.pow) and scalar(x.args[1]) == -1:
         root = x.args[0]
@@ -266,7 +271,7 @@ def is_variance(x: Any) -> bool:
 
 
 def _scaled(x: Any) -> Iterator[tuple[Any, float]]:
-    if is_op(x, aten.div) and scalar(x.args[1]):
+    if is_quotient(x) and scalar(x.args[1]):
         yield strip_aliases(x.args[0]), 1.0 / scalar(x.args[1])
     if is_op(x, aten.mul):
         for a, b in commuted(x):
@@ -276,7 +281,7 @@ def _scaled(x: Any) -> Iterator[tuple[Any, float]]:
 
 def _divided(x: Any) -> Iterator[tuple[Any, Any]]:
     """``x = v / n`` or ``v * (1 / n)`` with a size ``n`` that is a symbol."""
-    if is_op(x, aten.div) and _symbol(x.args[1]) is not None:
+    if is_quotient(x) and _symbol(x.args[1]) is not None:
         yield strip_aliases(x.args[0]), _symbol(x.args[1])
     if is_op(x, aten.mul):
         for v, inverse in commuted(x):
@@ -1112,7 +1117,7 @@ def softmax_source(x: fx.Node) -> fx.Node | None:
         dims = x.args[0].meta["val"].dim()
         return x.args[0] if argument(x, "dim") % dims == dims - 1 else None
     exponential = None
-    if is_op(x, aten.div) and not x.kwargs.get("rounding_mode"):
+    if is_quotient(x):
         exponential, total = strip_aliases(x.args[0]), last_dim_sum(x.args[1])
     elif is_op(x, aten.mul):
         pairs = [(strip_aliases(a), strip_aliases(b)) for a, b in commuted(x)]
@@ -1160,7 +1165,7 @@ def zeroed_empty_rows(x: Any) -> fx.Node | None:
 def may_hold_infinity(x: fx.Node) -> bool:
     """Whether ``x`` may be a mask with an infinity in it: what is selected from inputs and constants.
 
-    What is computed (an embedding, a product) is taken to be finite.
+    What is computed (an embedding, a product) is taken to be finite, but for a logarithm: ``log(mask)``.
     """
     selects = (*_VIEWS, aten.where, aten.add, aten.sub, aten.cat, aten.slice, aten.select, aten.index, aten.maximum)
     selects += (aten.minimum, aten.gather, aten.slice_scatter, aten.select_scatter, aten.index_put, aten.masked_fill)
@@ -1174,7 +1179,7 @@ def may_hold_infinity(x: fx.Node) -> bool:
             number = node.args[0] if is_op(node, aten.scalar_tensor) else node.args[1]
             if isinstance(number, float) and math.isinf(number):
                 return True
-        elif node.op != "call_function":
+        elif node.op != "call_function" or is_op(node, aten.log, aten.log2, aten.log10):
             return True
         elif is_op(node, *selects) or is_cast(node):
             if any(isinstance(a, float) and math.isinf(a) for a in node.args):

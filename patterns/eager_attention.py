@@ -163,7 +163,7 @@ def _operands(x: fx.Node) -> list[fx.Node]:
     operands = []
     if algebra.is_op(x, aten.add, aten.mul):
         operands = x.args[:2]
-    elif algebra.is_op(x, aten.sub) or (algebra.is_op(x, aten.div) and not x.kwargs.get("rounding_mode")):
+    elif algebra.is_op(x, aten.sub) or algebra.is_quotient(x):
         operands = x.args[:1]
     elif algebra.is_op(x, aten.where):
         operands = x.args[1:]

@@ -56,6 +56,8 @@ def match(anchor: fx.Node) -> Match | None:
     if algebra.dtype_of(anchor) != torch.float32:
         raise Unmatched(f"the inverse root is computed in {algebra.dtype_of(anchor)}, not float32")
     normalised = _normalised(anchor, h, divides)
+    if not algebra.same_shape(val(normalised.node).shape, val(h).shape):
+        raise Unmatched("the root is broadcast to more rows than were normalised")
     return _build(anchor, h, eps, _follow(normalised))
 
 
@@ -75,6 +77,8 @@ def _mean_of_squares(radicand: Any) -> tuple[fx.Node, float | fx.Node] | None:
         if algebra.is_cast(mean) and algebra.last_dim_mean(mean.args[0]) is not None:
             raise Unmatched(f"the mean is rounded to {algebra.dtype_of(mean)} before its root is taken")
         return None
+    if algebra.dtype_of(mean) != torch.promote_types(algebra.dtype_of(mean), algebra.dtype_of(square)):
+        raise Unmatched(f"the mean is computed in {algebra.dtype_of(mean)}, its squares in {algebra.dtype_of(square)}")
     square = algebra.strip_upcast(square)
     if algebra.squared(square) is None:
         raise Unmatched("the mean is not of squares")
@@ -94,7 +98,7 @@ def _normalised(anchor: fx.Node, h: fx.Node, divides: bool) -> _Normalised:
     """What the inverse root ``anchor`` makes of ``h`` (the root, if ``divides``)."""
     if divides:
         for user in algebra.readers(anchor):
-            if algebra.is_op(user, aten.div) and algebra.strip_upcast(user.args[0]) is h:
+            if algebra.is_quotient(user) and algebra.strip_upcast(user.args[0]) is h:
                 return _Normalised(user)
     roots = {u: val(u).dtype for u in algebra.readers(anchor) if algebra.is_cast(u)}
     for root, dtype in {anchor: None, **roots}.items() if not divides else ():
@@ -331,7 +335,7 @@ def _is_anchor(node: fx.Node) -> bool:
     if algebra.square_root(node) is None:
         return False
     roots = {node, *(u for u in node.users if algebra.is_cast(u))}
-    divided = (u for r in roots for u in r.users if algebra.is_op(u, aten.div) and u.args[1] is r)
+    divided = (u for r in roots for u in r.users if algebra.is_quotient(u) and u.args[1] is r)
     return any(algebra.inverse_square_root(u) is None for u in divided)
 
 

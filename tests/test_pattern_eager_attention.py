@@ -351,6 +351,7 @@ RECOGNISED: dict[str, tuple[Callable, tuple, str]] = {
         (q, k, v),
         INF,
     ),
+    "logarithm of a mask": (lambda q, k, v, m: softmax(q @ k.mT + m.to(q.dtype).log()) @ v, (q, k, v, seen), INF),
     "an unknown mask": (lambda q, k, v, m: softmax(q @ k.mT + m) @ v, (q, k, v, additive(seen, BF16)), INF),
     "a slice of an unknown mask": (
         lambda q, k, v, m: softmax(q @ k.mT + m[:, :, :, :S]) @ v,

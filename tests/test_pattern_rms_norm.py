@@ -872,6 +872,7 @@ OTHER_MEAN = "the mean is not over the last dimension alone with keepdim=True"
 OTHER_VALUE = "the value that is normalised is not the one whose squares were averaged"
 L2_NORM = "a sum of squares is not divided by their number: an L2 norm"
 WEIGHT_FIRST = "the weight is multiplied in first and its product rounded"
+MORE_ROWS = "the root is broadcast to more rows than were normalised"
 VARIANCE = "a variance stands under the root, as in LayerNorm: RMSNorm subtracts no mean"
 
 NEAR_MISSES: dict[str, tuple[Callable, tuple, str]] = {
@@ -923,7 +924,27 @@ NEAR_MISSES: dict[str, tuple[Callable, tuple, str]] = {
     "mean computed in bf16": (
         lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True, dtype=BF16) + EPS),
         (2, 3, N, F32),
-        "the inverse root is computed in torch.bfloat16, not float32",
+        "the mean is computed in torch.bfloat16, its squares in torch.float32",
+    ),
+    "mean computed in fp16, converted": (
+        lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True, dtype=torch.float16).float() + EPS),
+        (2, 3, N, F32),
+        "the mean is computed in torch.float16, its squares in torch.float32",
+    ),
+    "eps for more rows": (
+        lambda x: x * torch.rsqrt(mean_square(x) + torch.full((2, 1), EPS)),
+        (1, N, F32),
+        MORE_ROWS,
+    ),
+    "eps with a dimension more": (
+        lambda x: x * torch.rsqrt(mean_square(x) + torch.full((2, 1, 1, 1), EPS)),
+        (2, 3, N, F32),
+        MORE_ROWS,
+    ),
+    "squares for more rows": (
+        lambda x: x * torch.rsqrt(torch.pow(x, torch.full((2, 1), 2.0)).mean(-1, keepdim=True) + EPS),
+        (1, N, F32),
+        MORE_ROWS,
     ),
     "root rounded, then divided by": (
         lambda x: x / torch.sqrt(mean_square(x.float()) + EPS).to(x.dtype),
@@ -1086,6 +1107,12 @@ UNRELATED: dict[str, Callable] = {
     "BatchNorm in inference": lambda x: F.batch_norm(x, x[0, :, 0].detach(), x[0, :, 1].detach().abs()),
     "softmax with a scale": lambda x: torch.softmax(x * x.shape[-1] ** -0.5, -1),
     "GELU": lambda x: F.gelu(x),
+    "a quotient rounded down": lambda x: torch.div(x, torch.sqrt(mean_square(x) + EPS), rounding_mode="floor"),
+    "a quotient cut off": lambda x: torch.div(x, torch.sqrt(mean_square(x) + EPS), rounding_mode="trunc"),
+    "a reciprocal cut off": lambda x: x * torch.div(1.0, torch.sqrt(mean_square(x) + EPS), rounding_mode="trunc"),
+    "a mean rounded down": lambda x: (
+        x * torch.rsqrt(torch.div(x.pow(2).sum(-1, keepdim=True), N, rounding_mode="floor") + EPS)
+    ),
 }
 
 
