@@ -4,8 +4,8 @@
     prefill_attention  attention of whole prompts
     rms_norm           RMSNorm with a residual sum
     linear             linear layers for few rows, as in decoding
-    llama              a Hugging Face Llama from end to end
-    pass_speed         how long the pass takes, and how that grows with the graph; needs no GPU
+    llama              a Hugging Face Llama from end to end; needs transformers
+    pass_speed         how long the pass takes, and how that grows with the graph; needs transformers, but no GPU
     sweep              where each operator pays; --write-table writes the gate's table
     report             write docs/performance.md from the results
     tables             write the gate's tables from the results of sweeps
@@ -101,7 +101,7 @@ def main(argv: list[str]) -> int:
     if name == "tables":
         return tables()
     if name not in BENCHMARKS:
-        print(f"no benchmark is called {name!r}; there are {', '.join(BENCHMARKS)} report and tables", file=sys.stderr)
+        print(f"no benchmark is called {name!r}; there are {', '.join(BENCHMARKS)}, report and tables", file=sys.stderr)
         return 2
     module = importlib.import_module(f".{name}", __package__)
     args = parse(name, module, rest)
