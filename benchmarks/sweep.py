@@ -146,7 +146,8 @@ def _norm_cases(args: argparse.Namespace) -> Iterator[Case]:
         x, r = (torch.randn(M, N, device=args.device, dtype=_dtype(args)) for _ in range(2))
         w = torch.rand(N, device=args.device, dtype=_dtype(args))
         exact = rms_norm.exact_add_rms_norm(x, r, w)
-        cell = {"rows": _between(M, sizes["rows"]), "hidden_size": _between(N, sizes["hidden_size"])}
+        columns = _between(N, sizes["hidden_size"], open_ends=False)
+        cell = {"rows": _between(M, sizes["rows"]), "hidden_size": columns}
         case = f"x + r, rms_norm, {M} x {N}"
         yield "add_rms_norm", cell, kernel_case(case, rms_norm.add_rms_norm, (x, r, w), exact, args)
 
@@ -238,7 +239,7 @@ SIZES = ("kv_len", "batch_heads", "q_len", "head_dim", "rows", "hidden_size", "o
 
 
 def merged(rules: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Fewer rules that say the same: where the verdict is one for all cells along a size, the size does not matter.
+    """Fewer rules that say the same: where the verdict is one for all cells along a size, they are one cell.
 
     Each merged rule keeps the worst speed-up of its cells.
     """
@@ -270,4 +271,12 @@ def _without(size: str, group: list[dict[str, Any]], cells: int) -> list[dict[st
     if len(group) < cells or len({rule["take"] for rule in group}) > 1:
         return group
     worst = min(group, key=lambda rule: rule["speedup"])
-    return [{**worst, "when": {f: c for f, c in worst["when"].items() if f != size}}]
+    when = {f: c for f, c in worst["when"].items() if f != size}
+    hull = _hull([rule["when"][size] for rule in group if size in rule["when"]])
+    return [{**worst, "when": {**when, **({size: hull} if hull else {})}}]
+
+
+def _hull(ranges: Sequence[dict[str, int]]) -> dict[str, int]:
+    """The smallest range that holds all ``ranges``: open where one of them is."""
+    ends = {"min": min, "max": max}
+    return {end: of(r[end] for r in ranges) for end, of in ends.items() if all(end in r for r in ranges)}
