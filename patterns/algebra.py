@@ -127,13 +127,27 @@ def is_cast(x: Any) -> bool:
     return isinstance(source, torch.Tensor) and source.device == result.device
 
 
+def is_float(dtype: torch.dtype) -> bool:
+    """A floating-point type of 16 bits or more: those of 8 are storage, torch neither promotes nor computes in them."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether ``wide`` is known to hold every value of ``narrow`` (not of an 8-bit float)."""
+    if wide == narrow:
+        return True
+    if any(d.is_floating_point and not is_float(d) for d in (wide, narrow)):
+        return False
+    return torch.promote_types(narrow, wide) == wide
+
+
 def strip_upcast(x: Any) -> Any:
     """``x`` without casts that lose nothing (bf16 or fp16 to fp32, fp32 to fp64)."""
     x = strip_aliases(x)
     while is_cast(x):
         inner = strip_aliases(x.args[0])
         source, result = dtype_of(inner), dtype_of(x)
-        if not source.is_floating_point or torch.promote_types(source, result) != result:
+        if not source.is_floating_point or not holds(result, source):
             break
         x = inner
     return x
@@ -789,7 +803,7 @@ class Univariate:
         """Whether something on the way is rounded to a type that does not hold every value of the source's."""
         source = dtype_of(self.source)
         floats = [d for d in map(dtype_of, self.nodes) if d is not None and d.is_floating_point]
-        return any(torch.promote_types(d, source) != d for d in floats)
+        return any(not holds(d, source) for d in floats)
 
 
 def univariate_forms(x: fx.Node, limit: int = 48) -> Iterator[Univariate]:

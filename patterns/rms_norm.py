@@ -77,7 +77,7 @@ def _mean_of_squares(radicand: Any) -> tuple[fx.Node, float | fx.Node] | None:
         if algebra.is_cast(mean) and algebra.last_dim_mean(mean.args[0]) is not None:
             raise Unmatched(f"the mean is rounded to {algebra.dtype_of(mean)} before its root is taken")
         return None
-    if algebra.dtype_of(mean) != torch.promote_types(algebra.dtype_of(mean), algebra.dtype_of(square)):
+    if not algebra.holds(algebra.dtype_of(mean), algebra.dtype_of(square)):
         raise Unmatched(f"the mean is computed in {algebra.dtype_of(mean)}, its squares in {algebra.dtype_of(square)}")
     square = algebra.strip_upcast(square)
     if algebra.squared(square) is None:
@@ -215,7 +215,7 @@ def _is_contiguous(x: fx.Node) -> bool:
 
 def _take_cast(tail: _Tail, hidden_size: Any) -> None:
     """Move over a cast if it is the only way on: not where the uncast value meets a weight or bias as well."""
-    cast = _only(u for u in tail.node.users if algebra.is_cast(u) and val(u).dtype.is_floating_point)
+    cast = _only(u for u in tail.node.users if algebra.is_cast(u) and algebra.is_float(val(u).dtype))
     scaled = any(_vector(u, tail.node, hidden_size) for u in tail.node.users if algebra.is_op(u, aten.mul, aten.add))
     if cast is not None and not scaled:
         tail.advance(cast)
@@ -268,7 +268,7 @@ def _weight_forms(factor: fx.Node) -> Iterator[tuple[fx.Node, torch.dtype, float
 def _uncast(weight: fx.Node, dtype: torch.dtype) -> fx.Node:
     """``weight`` before a cast down to ``dtype``, which the operator makes itself."""
     source = weight.args[0] if algebra.is_cast(weight) and val(weight).dtype == dtype else weight
-    return source if val(source).dtype.is_floating_point else weight
+    return source if algebra.is_float(val(source).dtype) else weight
 
 
 def _only(nodes: Any) -> fx.Node | None:

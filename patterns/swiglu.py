@@ -122,11 +122,11 @@ def _peeled(x: Any) -> _Peeled | None:
         x = algebra.strip_aliases(x)
         if algebra.is_cast(x):
             inner, outer = algebra.dtype_of(x.args[0]), algebra.dtype_of(x)
-            if torch.promote_types(inner, outer) != outer:
-                if rounded is not None or torch.promote_types(inner, outer) != inner:
+            if not algebra.holds(outer, inner):
+                if rounded is not None or not algebra.holds(inner, outer):
                     return None
                 rounded = x
-            elif rounded is not None and torch.promote_types(inner, dtype := algebra.dtype_of(rounded)) == dtype:
+            elif rounded is not None and algebra.holds(algebra.dtype_of(rounded), inner):
                 rounded = None  # what was widened and cast back
         elif algebra.is_op(x, *_MOVES) and not x.kwargs:
             moves.append(x)
@@ -297,7 +297,7 @@ def _rounded(product: fx.Node) -> fx.Node:
     (user,) = product.users
     if not algebra.is_cast(user) or not val(user).dtype.is_floating_point:
         return product
-    return user if torch.promote_types(val(user).dtype, val(product).dtype) == val(product).dtype else product
+    return user if algebra.holds(val(product).dtype, val(user).dtype) else product
 
 
 def _between(starts: set[Any], end: fx.Node) -> tuple[fx.Node, ...]:

@@ -41,6 +41,8 @@ def x(*shape: int, dtype: torch.dtype = F32) -> Tensor:
         (lambda t: t.float(), torch.int64, False),
         (lambda t: t.float(), torch.bool, False),
         (lambda t: t.float() + 0, BF16, False),
+        (lambda t: t.float(), torch.float8_e4m3fn, False),
+        (lambda t: t.to(torch.float8_e5m2), F32, False),
     ],
 )
 def test_only_casts_that_lose_nothing_are_seen_through(cast: Callable, dtype: torch.dtype, seen_through: bool) -> None:

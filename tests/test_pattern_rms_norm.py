@@ -1123,6 +1123,19 @@ def test_what_is_plainly_something_else_is_not_mentioned(model: Callable) -> Non
     assert not report.misses
 
 
+@pytest.mark.parametrize("short", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_eight_bit_floats_around_a_norm(short: torch.dtype, tracing: ModuleType) -> None:
+    def model(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        y = rms_norm(x.float(), weight.float())
+        return y.to(short).float(), F.silu(x.float()) * y
+
+    args = tensor(2, 3, N).to(short), tensor(N, seed=1).to(short)
+    with torch.no_grad():
+        traced = tracing.trace(model, *args, gate="always", enable="rms_norm")
+        assert traced.report.rewritten["rms_norm"] == 1
+        torch.testing.assert_close(traced.result, model(*args))
+
+
 def test_an_empty_input_is_recognised_and_left_alone() -> None:
     report = explained(rms_norm, tensor(0, 3, N), tensor(N, seed=1))
     assert report.counts["rms_norm"] == 1 and report.rewritten["rms_norm"] == 0
