@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import logging
 import sys
 import uuid
 from collections.abc import Callable
@@ -24,12 +25,15 @@ from ..kernels.attention import ATTENTION
 from ..kernels.target import DEFAULT_ARCH, Target, device_target, named_target
 from ..patterns import PATTERNS, Match, Miss, Pattern, Recognised, Unmatched
 from ..patterns.algebra import is_training_graph
+from ..patterns.match import source_line
 from . import gate
 from .graphs import graph_device, region_calls
 from .lowering import registered_operators
 from .pin import unpin
 from .report import Report, Site, publish, versions
 from .settings import Settings, add_kind
+
+log = logging.getLogger(__name__)
 
 _patterns: list[Pattern] = list(PATTERNS)
 
@@ -115,7 +119,10 @@ class _Rewriting:
         )
 
     def _try(self, pattern: Pattern, node: fx.Node) -> None:
-        found = pattern.try_match(node)
+        try:
+            found = pattern.try_match(node)
+        except Exception as error:
+            found = failed(pattern, node, error)
         if isinstance(found, Match):
             self._decide(found)
         elif isinstance(found, Recognised):
@@ -156,6 +163,16 @@ class _Rewriting:
         if on_cpu or match.operator.plan is None:
             return "reference"
         return match.operator.plan(**match.values(), target=self.target).variant
+
+
+def failed(pattern: Pattern, node: fx.Node, error: Exception) -> Miss:
+    """The near miss that a pattern's own failure is: no reason to end the user's compilation.
+
+    Matching changes nothing in the graph, so that it is as it was.
+    """
+    log.warning("pattern %s failed at %s, which is left to Inductor", pattern.name, node, exc_info=error)
+    reason = f"the pattern itself failed: {type(error).__name__}: {error}"
+    return Miss(pattern.name, pattern.kind, node.name, reason, source_line(node))
 
 
 def joined_uuid(settings: Settings, after: Callable[[fx.Graph], None] | None) -> str | None:

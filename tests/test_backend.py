@@ -732,6 +732,24 @@ def test_a_third_party_adds_a_pattern_and_a_kernel(operators: dict[str, Operator
         register_pattern(cube_pattern(operators["cube"], "cube"))
 
 
+@pytest.mark.usefixtures("registered")
+@pytest.mark.failing_pattern
+def test_a_pattern_that_fails_leaves_the_graph_alone(
+    operators: dict[str, Operator], x: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(node: torch.fx.Node) -> None:
+        raise TypeError("there is no such operand")
+
+    register_pattern(dataclasses.replace(cube_pattern(operators["cube"], "cube"), match=fails))
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "portable_ops.inductor_ext.rewrite"):
+        compiled = torch.compile(cubes, backend="portable_ops", options=ALWAYS)
+        (report,) = new_reports(lambda: close(compiled(x), cubes(x)))
+    assert not report.sites
+    assert {m.reason for m in report.misses} == {"the pattern itself failed: TypeError: there is no such operand"}
+    assert "pattern toy_cube failed at pow" in caplog.text
+    assert "there is no such operand" in caplog.text
+
+
 def test_two_operators_of_one_name_are_refused(operators: dict[str, Operator]) -> None:
     register_operator(operators["cube"])
     with pytest.raises(ValueError, match="another operator named 'portable_ops_tests::cube'"):
