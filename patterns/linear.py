@@ -24,7 +24,7 @@ from .match import Match, Pattern, input_of, weight_of
 
 
 def match(anchor: fx.Node) -> Match | None:
-    """Match the linear layer whose product is ``anchor``, with two more that read the same input."""
+    """Match the linear layer whose product is ``anchor``, with the next two that read the same input."""
     layer = algebra.linear(anchor)
     if layer is None:
         return None
@@ -34,8 +34,9 @@ def match(anchor: fx.Node) -> Match | None:
     together = [
         other for other in algebra.linears_of(layer.source) if other.shares_input(layer) and _is_anchor(other.product)
     ]
-    if len(together) != 3 or together[0].product is not anchor:
+    if len(together) < 3 or together[0].product is not anchor:
         return alone
+    together = together[:3]
     names = ("q_weight", "k_weight", "v_weight")
     args = {"x": input_of(layer), **{name: weight_of(one) for name, one in zip(names, together, strict=True)}}
     products = tuple(one.product for one in together)

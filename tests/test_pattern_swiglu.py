@@ -13,7 +13,10 @@ from expecttest import assert_expected_inline
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from portable_ops.inductor_ext import Report, explain
-from portable_ops.kernels.swiglu import ACTIVATIONS, SWIGLU, swiglu_reference
+from portable_ops.inductor_ext.report import Site
+from portable_ops.kernels.activation import ACTIVATIONS, TILE_ACTIVATIONS
+from portable_ops.kernels.linear import MAX_ROWS
+from portable_ops.kernels.swiglu import SWIGLU, swiglu_reference
 from portable_ops.kernels.target import named_target
 from portable_ops.patterns import algebra
 from torch import Tensor, nn
@@ -34,6 +37,12 @@ def traced(tracing: ModuleType, model: Callable, *args: Tensor, grad: bool = Fal
 def gated(report: Report) -> list[str]:
     """The activation of each gated activation that was rewritten."""
     return [s.bound["activation"] for s in report.sites if s.kind == "swiglu" and s.decision == "rewritten"]
+
+
+def the_site(report: Report) -> Site:
+    """The only gated activation; layers around it have sites of their own."""
+    (site,) = (s for s in report.sites if s.kind == "swiglu")
+    return site
 
 
 def reasons(report: Report) -> list[str]:
@@ -125,7 +134,7 @@ def test_every_spelling_of_an_activation(name: str, number: int, tracing: Module
     found = traced(tracing, model, x)
     assert gated(found.report) == [name] and found.report.counts["swiglu"] == 1
     assert not reasons(found.report)
-    bound = found.report.sites[-1].bound
+    bound = the_site(found.report).bound
     assert (bound["alpha"], bound["scale"], bound["out_dtype"]) == ("1.0", "1.0", str(BF16))
     tracing.assert_as_good_as_eager(found.result, model, x)
 
@@ -156,7 +165,7 @@ def test_alpha_and_scale(act: Callable, name: str, alpha: float, scale: float, t
     model, x = GatedMLP(act), tensor(2, 3, 16)
     found = traced(tracing, model, x)
     assert gated(found.report) == [name]
-    bound = found.report.sites[-1].bound
+    bound = the_site(found.report).bound
     assert (float(bound["alpha"]), float(bound["scale"])) == (alpha, scale)
     tracing.assert_as_good_as_eager(found.result, model, x)
 
@@ -191,7 +200,7 @@ def test_rounding_points(
     args = tensor(2, 3, 16, dtype=gate), tensor(2, 3, 16, dtype=up, seed=1)
     found = traced(tracing, model, *args)
     assert len(gated(found.report)) == 1 and not reasons(found.report)
-    bound = found.report.sites[0].bound
+    bound = the_site(found.report).bound
     assert (bound["act_dtype"], bound["out_dtype"]) == (str(act_dtype), str(out_dtype))
     tracing.assert_as_good_as_eager(found.result, model, *args)
 
@@ -245,7 +254,7 @@ def test_gpt_oss(dtype: torch.dtype, tracing: ModuleType) -> None:
     x = tensor(2, 3, 32, dtype=dtype)
     found = traced(tracing, GptOss(), x)
     assert gated(found.report) == ["silu"] and not reasons(found.report)
-    bound = found.report.sites[0].bound
+    bound = the_site(found.report).bound
     expected = {"alpha": 1.702, "gate_max": 0.7, "up_min": -0.7, "up_max": 0.7, "up_offset": 1.0}
     assert {k: float(bound[k]) for k in expected} == expected and "gate_min" not in bound
     assert "clamp" not in found.after and "aten.add" not in found.after
@@ -281,7 +290,7 @@ def test_clamps_and_offsets(model: Callable, expected: dict, dtype: torch.dtype,
     args = tensor(2, 3, 16, dtype=dtype), tensor(2, 3, 16, dtype=dtype, seed=1)
     found = traced(tracing, model, *args)
     assert len(gated(found.report)) == 1
-    bound = found.report.sites[0].bound
+    bound = the_site(found.report).bound
     assert {k: float(bound[k]) for k in expected} == expected
     tracing.assert_as_good_as_eager(found.result, model, *args)
 
@@ -430,6 +439,249 @@ def test_the_result_lies_in_memory_as_in_eager(order: tuple[int, ...], tracing: 
     found = traced(tracing, model, *args)
     assert gated(found.report) == ["silu"]
     tracing.assert_as_good_as_eager(found.result, model, *args)
+
+
+# -------------------------------------------------------------------------------------- with the layers in front of it
+
+
+class Layers(nn.Module):
+    """A gated MLP of a decoder: ``combine`` makes of the input and the weights what ``down`` would read."""
+
+    def __init__(self, combine: Callable, *weights: Tensor, columns: int = 64, dtype: torch.dtype = BF16) -> None:
+        super().__init__()
+        self.combine = combine
+        weights = weights or tuple(tensor(96, columns, dtype=dtype, seed=i, scale=columns**-0.5) for i in (1, 2))
+        self.weights = nn.ParameterList(nn.Parameter(w, requires_grad=False) for w in weights)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.combine(x, *self.weights)
+
+
+def swiglu_mlp(x: Tensor, g: Tensor, u: Tensor) -> Tensor:
+    return F.silu(F.linear(x, g)) * F.linear(x, u)
+
+
+def forms(report: Report) -> list[str]:
+    """The patterns of the gated activations and linear layers that were rewritten."""
+    return [s.pattern for s in report.sites if s.kind in ("swiglu", "linear") and s.decision == "rewritten"]
+
+
+FUSED: dict[str, Callable] = {
+    "silu": swiglu_mlp,
+    "by hand": lambda x, g, u: F.linear(x, u) * ((h := F.linear(x, g)) / (1 + torch.exp(-h))),
+    "regrouped": lambda x, g, u: torch.sigmoid(h := F.linear(x, g)) * (h * F.linear(x, u)),
+    "geglu": lambda x, g, u: F.gelu(F.linear(x, g)) * F.linear(x, u),
+    "geglu, tanh": lambda x, g, u: F.linear(x, u) * F.gelu(F.linear(x, g), approximate="tanh"),
+    "reglu": lambda x, g, u: F.relu(F.linear(x, g)) * F.linear(x, u),
+    "relu2": lambda x, g, u: F.relu(F.linear(x, g)).square() * F.linear(x, u),
+    "glu": lambda x, g, u: torch.sigmoid(F.linear(x, g)) * F.linear(x, u),
+    "quick gelu": lambda x, g, u: (h := F.linear(x, g)) * torch.sigmoid(1.702 * h) * F.linear(x, u),
+    "activation in float32": lambda x, g, u: F.silu(F.linear(x, g).float()).to(x.dtype) * F.linear(x, u),
+    "product in float32": lambda x, g, u: (F.silu(F.linear(x, g).float()) * F.linear(x, u)).to(x.dtype),
+    "result in float32": lambda x, g, u: F.silu(F.linear(x, g).float()) * F.linear(x, u),
+    "one weight": lambda x, g, u: F.silu(F.linear(x, g)) * F.linear(x, g),
+    "unsqueezed": lambda x, g, u: F.silu(F.linear(r := x[:, 0], g).unsqueeze(1)) * F.linear(r, u).unsqueeze(1),
+    "viewed apart": lambda x, g, u: F.silu(F.linear(x, g)) * F.linear(x.reshape(-1, 64), u).view(*x.shape[:-1], -1),
+    "transposed weights": lambda x, g, u: F.silu(x @ g.T) * (x @ u.mT),
+}
+
+
+@pytest.mark.parametrize("batch", [(1, 1), (4, 1), (2, 8)], ids=str)
+@pytest.mark.parametrize("name", FUSED)
+def test_layers_of_few_rows_go_with_their_gate(name: str, batch: tuple[int, int], tracing: ModuleType) -> None:
+    model, x = Layers(FUSED[name]), tensor(*batch, 64)
+    if name == "unsqueezed":
+        x = x.view(-1, 1, 64)
+    found = traced(tracing, model, x)
+    assert forms(found.report) == ["gated_linear"] and len(found.report.sites) == 1
+    assert the_site(found.report).variant == "portable.stream"
+    assert "aten.mm" not in found.after and found.after.count("portable_ops") == 1
+    tracing.assert_as_good_as_eager(found.result, model, x)
+
+
+def test_layers_in_the_graph_before_and_after(tracing: ModuleType) -> None:
+    found = traced(tracing, Layers(swiglu_mlp), tensor(4, 1, 64))
+    assert_expected_inline(
+        found.before,
+        """\
+%0 = input : bf16[96, 64]
+%1 = input : bf16[96, 64]
+%2 = input : bf16[4, 1, 64]
+%3 = aten.permute.default(%0, [1, 0]) : bf16[64, 96] strides [1, 64]
+%4 = aten.view.default(%2, [4, 64]) : bf16[4, 64]
+%5 = aten.mm.default(%4, %3) : bf16[4, 96]
+%6 = aten.view.default(%5, [4, 1, 96]) : bf16[4, 1, 96]
+%7 = prims.convert_element_type.default(%6, f32) : f32[4, 1, 96]
+%8 = aten.neg.default(%7) : f32[4, 1, 96]
+%9 = aten.exp.default(%8) : f32[4, 1, 96]
+%10 = aten.add.Tensor(%9, 1) : f32[4, 1, 96]
+%11 = aten.div.Tensor(%7, %10) : f32[4, 1, 96]
+%12 = prims.convert_element_type.default(%11, bf16) : bf16[4, 1, 96]
+%13 = aten.permute.default(%1, [1, 0]) : bf16[64, 96] strides [1, 64]
+%14 = aten.view.default(%2, [4, 64]) : bf16[4, 64]
+%15 = aten.mm.default(%14, %13) : bf16[4, 96]
+%16 = aten.view.default(%15, [4, 1, 96]) : bf16[4, 1, 96]
+%17 = aten.mul.Tensor(%12, %16) : bf16[4, 1, 96]
+return (%17,)
+""",
+    )
+    assert_expected_inline(
+        found.after,
+        """\
+%0 = input : bf16[96, 64]
+%1 = input : bf16[96, 64]
+%2 = input : bf16[4, 1, 64]
+%3 = aten.view.default(%2, [4, 64]) : bf16[4, 64]
+%4 = portable_ops.gated_linear.default(x=%3, gate_weight=%0, up_weight=%1, activation=silu,
+    alpha=1.0, act_dtype=bf16, out_dtype=bf16) : bf16[4, 96]
+%5 = aten.view.default(%4, [4, 1, 96]) : bf16[4, 1, 96]
+return (%5,)
+""",
+    )
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize(("name", "number"), [e for e in EACH if e[0] in TILE_ACTIVATIONS][::2])
+def test_every_spelling_goes_with_its_layers(name: str, number: int, dtype: torch.dtype, tracing: ModuleType) -> None:
+    act = SPELLINGS[name][number]
+    model = Layers(lambda x, g, u: F.linear(x, u) * act(F.linear(x, g)), dtype=dtype)
+    x = tensor(3, 1, 64, dtype=dtype)
+    found = traced(tracing, model, x)
+    expected = "swiglu" if (name, number) == ("silu", 2) else "gated_linear"  # of a copy of the product
+    assert forms(found.report)[0] == expected and gated(found.report) == [name]
+    tracing.assert_as_good_as_eager(found.result, model, x)
+
+
+def also_read(x: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    gate = F.linear(x, g)
+    return F.silu(gate) * F.linear(x, u), gate.sum(-1)
+
+
+def up_also_read(x: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    up = F.linear(x, u)
+    return F.silu(F.linear(x, g)) * up, up + 1
+
+
+def gates_two(x: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    act = F.silu(F.linear(x, g))
+    return act * F.linear(x, u), act * F.linear(x.sin(), u)
+
+
+APART: dict[str, tuple[Callable, list[str]]] = {
+    # name: (model, what is rewritten)
+    "tanh": (lambda x, g, u: torch.tanh(F.linear(x, g)) * F.linear(x, u), ["swiglu", "linear", "linear"]),
+    "clamped gate": (
+        lambda x, g, u: F.silu(F.linear(x, g).clamp(max=0.5)) * F.linear(x, u),
+        ["swiglu", "linear", "linear"],
+    ),
+    "clamped up": (
+        lambda x, g, u: F.silu(F.linear(x, g)) * F.linear(x, u).clamp(-0.5, 0.5),
+        ["swiglu", "linear", "linear"],
+    ),
+    "clamped activation": (
+        lambda x, g, u: F.silu(F.linear(x, g)).clamp(max=0.5) * F.linear(x, u),
+        ["swiglu", "linear", "linear"],
+    ),
+    "scaled": (lambda x, g, u: 2 * F.silu(F.linear(x, g)) * F.linear(x, u), ["swiglu", "linear", "linear"]),
+    "offset": (lambda x, g, u: F.silu(F.linear(x, g)) * (F.linear(x, u) + 1), ["swiglu", "linear", "linear"]),
+    "two inputs": (lambda x, g, u: F.silu(F.linear(x, g)) * F.linear(x.sin(), u), ["swiglu", "linear", "linear"]),
+    "the gate is read elsewhere": (also_read, ["swiglu", "linear", "linear"]),
+    "up is read elsewhere": (up_also_read, ["swiglu", "linear", "linear"]),
+    "packed": (
+        lambda x, g, u: F.silu((p := F.linear(x, g)).chunk(2, -1)[0]) * p.chunk(2, -1)[1],
+        ["swiglu", "linear"],
+    ),
+    "a bias": (
+        lambda x, g, u: F.silu(F.linear(x, g, g[0, :1].expand(96).contiguous())) * F.linear(x, u),
+        ["swiglu", "linear"],
+    ),
+    "columns regrouped": (
+        lambda x, g, u: F.silu(F.linear(x, g).unflatten(-1, (2, -1))) * F.linear(x, u).unflatten(-1, (2, -1)),
+        ["swiglu", "linear", "linear"],
+    ),
+    "transposed behind": (
+        lambda x, g, u: F.silu(F.linear(x, g).transpose(0, 1)) * F.linear(x, u).transpose(0, 1),
+        ["swiglu", "linear", "linear"],
+    ),
+    "a computed weight": (lambda x, g, u: F.silu(F.linear(x, g + 1)) * F.linear(x, u), ["swiglu", "linear"]),
+    "columns first": (lambda x, g, u: F.silu(x @ g.view(64, 96)) * (x @ u.view(64, 96)), ["swiglu"]),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_layers_that_stay_apart_from_their_gate(name: str, tracing: ModuleType) -> None:
+    (combine, expected), x = APART[name], tensor(4, 1, 64)
+    model = Layers(combine)
+    found = traced(tracing, model, x)
+    assert forms(found.report) == expected
+    tracing.assert_as_good_as_eager(found.result, model, x)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "dtype", "expected"),
+    [
+        (MAX_ROWS + 1, 64, BF16, ["swiglu"]),
+        (4, 64, F32, ["swiglu"]),
+        (4, 40, BF16, ["swiglu"]),
+        (4, 64, F16, ["gated_linear"]),
+    ],
+    ids=["17 rows", "float32", "odd columns", "float16"],
+)
+def test_what_no_kernel_takes_leaves_the_gate(
+    rows: int, columns: int, dtype: torch.dtype, expected: list[str], tracing: ModuleType
+) -> None:
+    """Where the larger form is declined the smaller one is tried."""
+    model, x = Layers(swiglu_mlp, columns=columns, dtype=dtype), tensor(rows, 1, columns, dtype=dtype)
+    found = traced(tracing, model, x)
+    assert forms(found.report) == expected and found.report.counts["swiglu"] == 1
+    tracing.assert_as_good_as_eager(found.result, model, x)
+
+
+def test_a_declined_gate_leaves_its_layers(tracing: ModuleType) -> None:
+    """Its report has the reason of the form that has a kernel."""
+    model, x = Layers(swiglu_mlp), tensor(4, 1, 64)
+    found = traced(tracing, model, x, gate="table", target="gfx942")
+    reason = "no measurement on gfx942 says that it pays here (gate=measure takes one)"
+    declined = [(s.pattern, s.reason) for s in found.report.declined]
+    assert declined == [(name, reason) for name in ("gated_linear", "linear", "linear")]
+    assert found.after == found.before
+    found = traced(tracing, model, x, disable=("swiglu",))
+    assert forms(found.report) == ["linear", "linear"]
+    assert [(s.pattern, s.reason) for s in found.report.declined] == [("gated_linear", "swiglu is disabled")]
+
+
+def test_an_activation_that_two_products_read(tracing: ModuleType) -> None:
+    model, x = Layers(gates_two), tensor(4, 1, 64)
+    found = traced(tracing, model, x)
+    assert forms(found.report) == ["gated_linear", "swiglu", "linear", "linear"]
+    tracing.assert_as_good_as_eager(found.result, model, x)
+    declined = traced(tracing, model, x, gate="table").report.declined
+    twice = "an inner value has other users, so its work would be done twice"
+    assert [s.reason for s in declined if s.pattern == "gated_linear"] == [twice]
+
+
+def test_a_symbolic_batch_keeps_the_layers(tracing: ModuleType) -> None:
+    model, x = Layers(swiglu_mlp), tensor(4, 1, 64)
+    torch._dynamo.mark_dynamic(x, 0)
+    found = traced(tracing, model, x)
+    assert forms(found.report) == ["swiglu"] and len(found.report.sites) == 1
+
+
+def test_a_training_graph_keeps_the_layers(tracing: ModuleType) -> None:
+    """Backward reads both products."""
+    model, x = Layers(swiglu_mlp), tensor(4, 1, 64).requires_grad_()
+    found = traced(tracing, model, x, grad=True)
+    assert forms(found.report)[0] == "swiglu" and "gated_linear" not in found.after
+
+
+def test_the_bits_of_a_product_as_another_type(tracing: ModuleType) -> None:
+    def model(x: Tensor, g: Tensor, u: Tensor) -> Tensor:
+        return F.silu(F.linear(x, g).view(F16).float()) * F.linear(x, u).view(F16)
+
+    args = tensor(4, 64), tensor(96, 64, seed=1, scale=0.1), tensor(96, 64, seed=2, scale=0.1)
+    found = traced(tracing, model, *args)
+    assert forms(found.report) == ["swiglu", "linear", "linear"]
+    torch.testing.assert_close(found.result, model(*args))
 
 
 # ---------------------------------------------------------------------------------------------------- what is no gate
@@ -584,7 +836,7 @@ def test_what_is_plainly_something_else(model: Callable, tracing: ModuleType) ->
 
 
 def test_recognised_and_left_alone_by_default(tracing: ModuleType) -> None:
-    model, x = GatedMLP(F.silu), tensor(2, 3, 16)
+    model, x = GatedMLP(F.silu), tensor(2, 9, 16)
     found = traced(tracing, model, x, gate="table")
     (site,) = found.report.sites
     assert (site.decision, site.reason) == ("declined", "recognised; there is no kernel for it yet")
@@ -700,7 +952,7 @@ def test_widened_and_cast_back_again(tracing: ModuleType) -> None:
 
     args = tensor(2, 3, 16), tensor(2, 3, 16, seed=1)
     found = traced(tracing, model, *args)
-    assert gated(found.report) == ["gelu"] and found.report.sites[0].bound["act_dtype"] == str(BF16)
+    assert gated(found.report) == ["gelu"] and the_site(found.report).bound["act_dtype"] == str(BF16)
     tracing.assert_as_good_as_eager(found.result, model, *args)
 
 
@@ -710,7 +962,7 @@ def test_copied_in_the_middle(tracing: ModuleType) -> None:
 
     args = tensor(2, 3, 16), tensor(2, 3, 16, seed=1)
     found = traced(tracing, model, *args)
-    assert gated(found.report) == ["silu"] and found.report.sites[0].bound["scale"] == "0.5"
+    assert gated(found.report) == ["silu"] and the_site(found.report).bound["scale"] == "0.5"
     tracing.assert_as_good_as_eager(found.result, model, *args)
 
 
