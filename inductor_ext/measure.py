@@ -7,6 +7,7 @@ with the L2 cache flushed.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -22,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ..kernels.attention import ATTENTION
 from ..kernels.launch import hint
 from ..kernels.target import Target
 from ..patterns import Match
@@ -165,15 +165,24 @@ def replay_us(calls: dict[str, Callable[[], Any]], repetitions: int = 100) -> di
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def _stock_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-    bound = ATTENTION.bind(args, kwargs)
-    bound.pop("out_order")
-    q, k, v = bound.pop("q"), bound.pop("k"), bound.pop("v")
-    return F.scaled_dot_product_attention(q, k, v, **bound)
+def _stock_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    out_order: list[int] | None = None,
+) -> torch.Tensor:
+    """What stood in the place of a pinned attention; the order of its result is whatever stock makes it."""
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
-def _main(path: str) -> None:
-    problem = json.loads(Path(path).read_text())
+def both_ways(problem: dict[str, Any], device: str) -> tuple[dict[str, Callable], list[torch.Tensor]]:
+    """The described subgraph compiled by stock Inductor and rewritten, and inputs for both."""
     code = problem["code"].replace("torch.ops.portable_ops.attention.default", "_stock_attention")
     namespace: dict[str, Any] = {
         "torch": torch,
@@ -183,22 +192,31 @@ def _main(path: str) -> None:
         "_stock_attention": _stock_attention,
     }
     exec(code, namespace)
-    tensors = [_random(**spec) for spec in problem["inputs"]]
 
     def region(*inputs: torch.Tensor) -> Any:
         return namespace["forward"](None, *inputs)
 
+    # A graph break inside would take apart what is to be measured whole.
+    compiled = {
+        "stock": torch.compile(region, dynamic=False, fullgraph=True),
+        "ours": torch.compile(
+            region, dynamic=False, fullgraph=True, backend="portable_ops", options={"portable_ops.gate": "always"}
+        ),
+    }
+    return compiled, [_random(**spec, device=device) for spec in problem["inputs"]]
+
+
+def _main(path: str) -> None:
+    compiled, tensors = both_ways(json.loads(Path(path).read_text()), "cuda")
     with torch.no_grad():
-        stock = torch.compile(region, dynamic=False)
-        ours = torch.compile(region, dynamic=False, backend="portable_ops", options={"portable_ops.gate": "always"})
-        figures = replay_us({"stock": lambda: stock(*tensors), "ours": lambda: ours(*tensors)})
+        figures = replay_us({name: functools.partial(call, *tensors) for name, call in compiled.items()})
     print(json.dumps({f"{name}_us": us for name, us in figures.items()}))
 
 
-def _random(shape: list[int], stride: list[int], dtype: str) -> torch.Tensor:
+def _random(shape: list[int], stride: list[int], dtype: str, device: str) -> torch.Tensor:
     """A tensor with these strides; masks are mostly true, as they are where it matters."""
     kind = getattr(torch, dtype)
-    tensor = torch.empty_strided(shape, stride, dtype=kind, device="cuda")
+    tensor = torch.empty_strided(shape, stride, dtype=kind, device=device)
     if kind == torch.bool:
         return tensor.fill_(True)
     return tensor.normal_() if kind.is_floating_point else tensor.zero_()

@@ -187,19 +187,19 @@ def _attend_block(
     acc, row_max, row_sum, q, k_head, v_head, mask_rows, row_ok, row_pos, start, end,
     stride_kn, stride_vn, stride_mn,
     BOUNDED: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    MASK_IS_BOOL: tl.constexpr, MASK_PER_ROW: tl.constexpr, MASK_FIRST: tl.constexpr,
+    MASK_IS_BOOL: tl.constexpr, MASK_PER_ROW: tl.constexpr, MASK_AHEAD: tl.constexpr,
     SCALE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     WIDE: tl.constexpr, ALLOW_TF32: tl.constexpr,
 ):
     """One online-softmax step over the keys ``start .. start + BLOCK_N``.
 
     BOUNDED: the block may reach past ``end``.  CAUSAL: it may hold keys after a row's position ``row_pos``.
-    MASK_FIRST: ask for the mask before waiting for k, so that its way is not added to k's; costs registers.
+    MASK_AHEAD: ask for the mask before waiting for k, so that its way is not added to k's; costs registers.
     """
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     n = start + offs_n
-    if MASK_FIRST:
+    if MASK_AHEAD:
         bias = _load_bias(mask_rows, row_ok, n, end, stride_mn, MASK_IS_BOOL, MASK_PER_ROW, WIDE)
     # One 64-bit scalar per block, so that a head may span more than 2^31 elements.
     start64 = tl.cast(start, tl.int64)
@@ -227,7 +227,7 @@ def _attend_block(
     if CAUSAL:
         scores = tl.where(row_pos[:, None] >= n[None, :], scores, float("-inf"))
     if HAS_MASK:
-        if not MASK_FIRST:
+        if not MASK_AHEAD:
             bias = _load_bias(mask_rows, row_ok, n, end, stride_mn, MASK_IS_BOOL, MASK_PER_ROW, WIDE)
         if MASK_IS_BOOL:
             scores = tl.where(bias != 0, scores, float("-inf"))
@@ -290,11 +290,12 @@ def _decode_kernel(
     # How many of the blocks split, split + NUM_SPLITS, ... start below end.
     num_blocks = (tl.cdiv(end, BLOCK_N) - split + NUM_SPLITS - 1) // NUM_SPLITS
     step = BLOCK_N * NUM_SPLITS
+    MASK_AHEAD: tl.constexpr = HAS_MASK and MASK_IS_BOOL and not MASK_PER_ROW
     if HAS_MASK:
         mask_rows = _mask_bytes(mask, MASK_IS_BOOL) + batch * stride_mb
         if MASK_PER_ROW:
             mask_rows = mask_rows + head * stride_mh + pos * stride_ml
-        else:
+        elif MASK_AHEAD:
             # Asked for before q, which is waited for where it is loaded: the two ways from memory are one.
             seen = _seen_by_all_rows(mask_rows, split * BLOCK_N, step, end, stride_mn, BLOCK_N, MASK_IS_BOOL, WIDE)
 
@@ -309,23 +310,23 @@ def _decode_kernel(
     if HAS_MASK:
         for base in range(0, num_blocks, 32):
             first = split * BLOCK_N + base * step
-            if MASK_PER_ROW:
+            if MASK_AHEAD:
+                live = _block_bits(seen)
+            else:
                 live = _live_blocks(
                     mask_rows, row_ok, first, step, end, stride_mn,
                     BLOCK_M, BLOCK_N, MASK_IS_BOOL, MASK_PER_ROW, WIDE,
                 )
-            else:
-                live = _block_bits(seen)
             count = tl.sum((live >> tl.arange(0, 32)) & 1, axis=0)
             for _ in tl.range(0, count, num_stages=NUM_STAGES):
                 start = first + _lowest_set_bit(live) * step
                 live = live & (live - 1)
                 acc, row_max, row_sum = _attend_block(
                     acc, row_max, row_sum, q_tile, k_head, v_head, mask_rows, row_ok, row_pos, start, end,
-                    stride_kn, stride_vn, stride_mn, True, False, True, MASK_IS_BOOL, MASK_PER_ROW, True,
+                    stride_kn, stride_vn, stride_mn, True, False, True, MASK_IS_BOOL, MASK_PER_ROW, MASK_AHEAD,
                     SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, WIDE, ALLOW_TF32,
                 )
-            if not MASK_PER_ROW:
+            if MASK_AHEAD:
                 following = first + 32 * step
                 seen = _seen_by_all_rows(mask_rows, following, step, end, stride_mn, BLOCK_N, MASK_IS_BOOL, WIDE)
     else:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from portable_ops import patterns
-from portable_ops.inductor_ext import Settings, explain, gate, measure
+from portable_ops.inductor_ext import Settings, explain, gate, measure, reports
 from portable_ops.kernels.target import named_target
 from portable_ops.patterns.swiglu import SWIGLU_PATTERN
 from torch import Tensor, nn
@@ -193,6 +193,31 @@ def test_what_is_measured_starts_at_the_inputs_of_lazily_built_arguments() -> No
     match = SWIGLU_PATTERN.try_match(anchor)
     assert isinstance(match, patterns.Match)
     assert [spec["shape"] for spec in measure._describe(match)["inputs"]] == [[6, 32]]
+
+
+@pytest.mark.parametrize("spelling", [Decode, Norm], ids=lambda spelling: spelling.__name__)
+def test_both_ways_of_a_measurement_compute_the_same(
+    spelling: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems = []
+
+    def described(match: patterns.Match, *rest: Any, **options: Any) -> gate.Verdict:
+        problems.append(measure._describe(match))
+        return gate.Verdict(False, "described")
+
+    monkeypatch.setattr(gate, "decide", described)
+    q, k = torch.empty(2, 8, 1, 64), torch.empty(2, 2, 48, 64)
+    inputs = (q, k, k, torch.empty(2, 1, 1, 48, dtype=torch.bool)) if spelling is Decode else (torch.empty(6, 64),)
+    with torch.no_grad():
+        explain(spelling(), gate="always")(*inputs)
+        monkeypatch.undo()
+        torch._dynamo.reset()
+        compiled, tensors = measure.both_ways(problems[0], "cpu")
+        before = len(reports())
+        ours, stock = compiled["ours"](*tensors), compiled["stock"](*tensors)
+    (report,) = reports()[before:]
+    assert sum(report.rewritten.values()) == 1
+    torch.testing.assert_close(ours, stock)
 
 
 def test_settings_reach_the_gate() -> None:
