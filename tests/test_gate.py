@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -157,6 +158,109 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = x + 1
         return self.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def stored(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(rows, columns, dtype=dtype, device="meta")
+
+
+LINEAR_CALLS: dict[str, dict[str, tuple[int, int]]] = {
+    "linear": {"x": (4, 4096), "weight": (1024, 4096)},
+    "qkv_linear": {"x": (4, 4096), "q_weight": (4096, 4096), "k_weight": (1024, 4096), "v_weight": (512, 4096)},
+    "gated_linear": {"x": (4, 4096), "gate_weight": (14336, 4096), "up_weight": (14336, 4096)},
+}
+
+
+def linear_call(name: str, **changed: Tensor) -> dict[str, Any]:
+    options = {"activation": "silu", "alpha": 1.0} if name == "gated_linear" else {}
+    return {**{k: stored(*shape) for k, shape in LINEAR_CALLS[name].items()}, **options, **changed}
+
+
+@pytest.mark.parametrize(("name", "out_features"), [("linear", 1024), ("qkv_linear", 5632), ("gated_linear", 28672)])
+def test_features_of_linear_layers(name: str, out_features: int) -> None:
+    features = gate.linear_features(linear_call(name), {})
+    assert features == {"dtype": "bfloat16", "rows": 4, "in_features": 4096, "out_features": out_features}
+    assert gate._features[f"portable_ops::{name}"] is gate.linear_features
+
+
+RULE = {
+    "when": {
+        "dtype": ["bfloat16", "float16"],
+        "rows": {"min": 2, "max": 4},
+        "out_features": {"min": 1000, "max": 2048},
+        "in_features": {"min": 2048, "max": 4096},
+    },
+    "take": True,
+    "why": "measured 2.00x stock",
+}
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "take"),
+    [
+        (stored(4, 4096), stored(1024, 4096), True),
+        (stored(2, 2048, torch.float16), stored(2048, 2048, torch.float16), True),
+        (stored(1, 4096), stored(1024, 4096), False),
+        (stored(5, 4096), stored(1024, 4096), False),
+        (stored(4, 4096), stored(999, 4096), False),
+        (stored(4, 4096), stored(2049, 4096), False),
+        (stored(4, 1024), stored(1024, 1024), False),
+        (stored(4, 8192), stored(1024, 8192), False),
+        (stored(4, 4096, torch.float32), stored(1024, 4096, torch.float32), False),
+    ],
+    ids=["inside", "corner", "fewer rows", "more rows", "narrow", "wide", "short", "long", "float32"],
+)
+def test_a_linear_layer_is_taken_inside_of_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, x: Tensor, weight: Tensor, take: bool
+) -> None:
+    monkeypatch.setattr(gate, "table", lambda arch: {"portable_ops::linear": (RULE,)})
+    verdict = gate.look_up("portable_ops::linear", {"x": x, "weight": weight}, {}, SM_90)
+    assert verdict.take is take
+    assert verdict.reason == ("measured 2.00x stock" if take else gate.look_up("none", {}, {}, SM_90).reason)
+
+
+class SharedInput(nn.Module):
+    """Layers that share an input, and what stands in front of them."""
+
+    def __init__(self, combine: Callable[..., Any], widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.before, *layers = (
+            nn.Linear(64, n, bias=False, device="meta", dtype=torch.bfloat16) for n in (64, *widths)
+        )
+        self.layers = nn.ModuleList(layers)
+        self.combine = combine
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.before(x).sin()
+        return self.combine(*(layer(h) for layer in self.layers))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "combine", "widths"),
+    [
+        ("qkv_linear", lambda q, k, v: (q, k, v), (32, 16, 16)),
+        ("gated_linear", lambda g, u: F.silu(g) * u, (32, 32)),
+        ("linear", lambda y: y, (32,)),
+    ],
+)
+def test_what_is_measured_starts_at_the_input_that_layers_share(
+    monkeypatch: pytest.MonkeyPatch, pattern: str, combine: Callable[..., Any], widths: tuple[int, ...]
+) -> None:
+    """Every ``F.linear`` makes a view of its own; in front of all of them is the rest of the model."""
+    problems = {}
+
+    def described(match: patterns.Match, target: Any) -> gate.Verdict:
+        problems[match.pattern] = measure._describe(match)
+        return gate.Verdict(False, "not today")
+
+    monkeypatch.setattr(measure, "measured", described)
+    with torch.no_grad():
+        report = explain(SharedInput(combine, widths), gate="measure", target="sm_90")(stored(4, 64)[:, None])
+    assert {s.reason for s in report.declined} == {"not today"}
+    hidden = [4, 64] if pattern == "linear" else [4, 1, 64]
+    shapes = [spec["shape"] for spec in problems[pattern]["inputs"]]
+    assert sorted(shapes) == sorted([*([n, 64] for n in widths), hidden])
+    assert problems[pattern]["code"].count("aten.mm") == len(widths)
 
 
 def test_what_is_measured_is_the_matched_subgraph() -> None:

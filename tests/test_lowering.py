@@ -16,7 +16,8 @@ from unittest import mock
 
 import pytest
 import torch
-from portable_ops.inductor_ext import Report, register_operator, reports
+import torch.nn.functional as F
+from portable_ops.inductor_ext import Report, inductor_compat, register_operator, reports
 from portable_ops.inductor_ext import rewrite as rewrite_module
 from portable_ops.inductor_ext.backend import compile_graph
 from portable_ops.inductor_ext.settings import split_options
@@ -340,6 +341,121 @@ def test_the_cpp_wrapper_starts_our_kernels(generate: Callable[..., Generated]) 
     made = generate(lambda x, w: norm(x, w), (4, 4096), (4096,), cpp_wrapper=True)
     assert re.search(r"rms_norm_one_pass_kernel_\d+", made.code)
     assert made.code.count("\n_restore_report('") == 1
+
+
+# ------------------------------------------------------------------------------------------- linear layers of few rows
+
+
+def projections(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return F.linear(x, q), F.linear(x, k), F.linear(x, v)
+
+
+def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+QKV = (4096, 4096), (1024, 4096), (1024, 4096)
+MLP = (14336, 4096), (14336, 4096), (4096, 14336)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_three_layers_are_one_launch(generate: Callable[..., Generated], rows: int) -> None:
+    made = generate(projections, (rows, 1, 4096), *QKV)
+    assert made.report.rewritten["linear"] == made.report.counts["linear"] == 1
+    (arguments,) = made.launches("_linear_kernel")
+    block = 16 if rows == 1 else 32
+    assert arguments[-3:] == [str(6144 // block), "1", "1"]
+    assert "extern_kernels" not in made.call and "triton_" not in made.call
+    assert sorted(made.buffers()) == sorted(f"{rows}, {n}" for n in (4096, 1024, 1024))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_gated_mlp_is_two_launches(generate: Callable[..., Generated], rows: int) -> None:
+    made = generate(mlp, (rows, 1, 4096), *MLP)
+    assert made.report.rewritten["swiglu"] == made.report.rewritten["linear"] == 1
+    assert len(made.launches("_gated_linear_kernel")) == len(made.launches("_linear_kernel")) == 1
+    assert "extern_kernels" not in made.call and "triton_" not in made.call
+    assert sorted(made.buffers()) == [f"{rows}, 14336", f"{rows}, 4096"]
+    stock = generate(mlp, (rows, 1, 4096), *MLP, **{"portable_ops.gate": "never"})
+    assert stock.call.count("extern_kernels.mm(") == 3 and "_linear_kernel" not in stock.code
+
+
+def test_a_decoder_layer_starts_no_matrix_library(generate: Callable[..., Generated]) -> None:
+    def layer(h: Tensor, w: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, g: Tensor, u: Tensor, d: Tensor):
+        q, k, v = projections(norm(h, w), q, k, v)
+        h = h + F.linear(q * repeated(k) + repeated(v), o)
+        return h + mlp(norm(h, w), g, u, d)
+
+    def repeated(x: Tensor) -> Tensor:
+        return x.repeat(1, 1, 4)
+
+    made = generate(layer, (4, 1, 4096), (4096,), *QKV, QKV[0], *MLP)
+    assert made.report.rewritten["linear"] == 3 and made.report.rewritten["swiglu"] == 1
+    assert len(made.launches("_linear_kernel")) == 3 and len(made.launches("_gated_linear_kernel")) == 1
+    assert "extern_kernels" not in made.call
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("model", "shapes"), [(projections, QKV), (mlp, MLP)], ids=["projections", "mlp"])
+def test_linear_kernels_write_their_results_only(
+    generate: Callable[..., Generated], monkeypatch: pytest.MonkeyPatch, model: Callable, shapes: tuple, rows: int
+) -> None:
+    """Inductor's analysis of the kernels finds the stores to all results, and no others."""
+    written = []
+    emit = inductor_compat.launch
+
+    def remembered(launch: Launch, args: Any) -> list[str]:
+        names = emit(launch, args)
+        written.append({launch.args[name] for name in names})
+        return names
+
+    monkeypatch.setattr(inductor_compat, "launch", remembered)
+    made = generate(model, (rows, 1, 4096), *shapes)
+    assert written == ([{"q", "k", "v"}] if model is projections else [{"out"}, {"out"}])
+    assert "copy_(" not in made.call and "clone" not in made.call
+
+
+def test_weights_are_read_where_they_are(generate: Callable[..., Generated]) -> None:
+    """Pieces of a packed weight, and the last token of each prompt, are not copied."""
+
+    def model(h: Tensor, packed: Tensor) -> tuple[Tensor, ...]:
+        pieces = (packed.narrow(0, start, size) for start, size in ((0, 4096), (4096, 1024), (5120, 1024)))
+        return projections(h.select(1, 127), *pieces)
+
+    made = generate(model, (4, 128, 4096), (6144, 4096))
+    assert len(made.launches("_linear_kernel")) == 1 and len(made.buffers()) == 3
+    assert "extern_kernels" not in made.call and "triton_" not in made.call
+    views = re.findall(r"reinterpret_tensor\(\w+, (\(.*?\), \(.*?\), \d+)\)", made.call)
+    rows = f"({128 * 4096}, 1), {127 * 4096}"
+    assert views == [f"(4, 4096), {rows}"] + [
+        f"({size}, 4096), (4096, 1), {start * 4096}" for start, size in ((0, 4096), (4096, 1024), (5120, 1024))
+    ]
+
+
+def test_equal_linear_layers_share_one_kernel(generate: Callable[..., Generated]) -> None:
+    def model(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        for w in (a, b, c):
+            x = F.linear(x.sin(), w)
+        return x
+
+    made = generate(lambda x, a, b, c: model(x, a, b, c), (4, 4096), *[(4096, 4096)] * 3)
+    assert len(made.launches("_linear_kernel")) == 3
+    assert len(made.definitions("_linear_kernel")) == 1
+
+
+@pytest.mark.parametrize("shape", [("batch", 1, 4096), (17, 1, 4096), (4, 1, 4096, torch.float32)], ids=str)
+def test_other_products_are_left_to_the_matrix_library(generate: Callable[..., Generated], shape: tuple) -> None:
+    weight = (1024, 4096, *(s for s in shape if isinstance(s, torch.dtype)))
+    made = generate(lambda x, w: F.linear(x, w), shape, weight)
+    assert not made.report.rewritten["linear"]
+    assert made.call.count("extern_kernels.mm(") == 1
+
+
+def test_the_cpp_wrapper_starts_linear_kernels(generate: Callable[..., Generated]) -> None:
+    if torch.__version__ < "2.13":
+        pytest.skip("this torch runs the kernels while it generates a C++ wrapper, which takes a GPU")
+    made = generate(mlp, (4, 1, 4096), *MLP, cpp_wrapper=True)
+    assert re.search(r"_gated_linear_kernel_\d+", made.code) and re.search(r"\b_linear_kernel_\d+", made.code)
 
 
 # --------------------------------------------------------------------- an operator that breaks the contract
