@@ -20,7 +20,7 @@ TORCH ?= torch==2.13.0
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-BENCHMARKS := decode_attention prefill_attention rms_norm llama pass_speed
+BENCHMARKS := decode_attention prefill_attention rms_norm linear llama pass_speed
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format bench-smoke performance clean
