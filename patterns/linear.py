@@ -7,8 +7,8 @@ Matches, on the second way through the graph, what no gated MLP has taken::
 
 Replaces with ``portable_ops::qkv_linear`` or ``portable_ops::linear``.
 
-Not a word is said about products of more than MAX_ROWS rows: they belong to the matrix library, and most graphs are
-full of them.
+Not a word is said about products of more than MAX_ROWS rows, which belong to the matrix library and of which most
+graphs are full, nor about weights that are computed in the graph.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from . import algebra
 from .algebra import aten
 from .match import Match, Pattern, input_of, weight_of
 
+MOST_READERS = 16
+"""Of an input whose layers are taken together.  A mixture of experts may have hundreds, and each would look for all."""
+
 
 def match(anchor: fx.Node) -> Match | None:
     """Match the linear layer whose product is ``anchor``, with the next two that read the same input."""
@@ -31,12 +34,12 @@ def match(anchor: fx.Node) -> Match | None:
     bound: dict[str, Any] = {"out_features": anchor.meta["val"].shape[1]}
     args = {"x": layer.x, "weight": weight_of(layer)}
     alone = Match("linear", "linear", anchor, LINEAR, args, (anchor,), (), bound)
-    together = [
-        other for other in algebra.linears_of(layer.source) if other.shares_input(layer) and _is_anchor(other.product)
-    ]
+    if len(layer.source.users) > MOST_READERS:
+        return alone
+    readers = algebra.linears_of(layer.source)
+    together = [one for one in readers if one.shares_input(layer) and _is_anchor(one.product)][:3]
     if len(together) < 3 or together[0].product is not anchor:
         return alone
-    together = together[:3]
     names = ("q_weight", "k_weight", "v_weight")
     args = {"x": input_of(layer), **{name: weight_of(one) for name, one in zip(names, together, strict=True)}}
     products = tuple(one.product for one in together)

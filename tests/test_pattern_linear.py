@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from portable_ops.inductor_ext import Report, explain
 from portable_ops.patterns import algebra
-from portable_ops.patterns.linear import LINEAR_PATTERN
+from portable_ops.patterns.linear import LINEAR_PATTERN, MOST_READERS
 from torch import Tensor, fx, nn
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -283,6 +283,14 @@ def test_which_layers_go_together(name: str, tracing: ModuleType) -> None:
         torch.testing.assert_close(found.result, model(X))
     else:
         tracing.assert_as_good_as_eager(found.result, model, X)
+
+
+def test_many_layers_of_one_input_are_taken_one_by_one(tracing: ModuleType) -> None:
+    """So that the search does not grow with the square of their number."""
+    for n, expected in ((MOST_READERS, MOST_READERS // 3), (MOST_READERS + 1, 0)):
+        found = traced(tracing, Each(*[A] * n), X)
+        assert sites(found.report).count("qkv_linear") == expected
+        assert "aten.mm" not in found.after
 
 
 def test_the_layers_of_a_declined_three_are_tried_alone(tracing: ModuleType) -> None:
