@@ -1176,30 +1176,294 @@ def zeroed_empty_rows(x: Any) -> fx.Node | None:
     return x.args[2] if is_op(x.args[0].args[0], aten.any) else None
 
 
-def may_hold_infinity(x: fx.Node) -> bool:
-    """Whether ``x`` may be a mask with an infinity in it: what is selected from inputs and constants.
+# --------------------------------------------------------------------------- bounds
 
-    What is computed (an embedding, a product) is taken to be finite, but for a logarithm: ``log(mask)``.
+_ORDINARY = 1000.0
+"""How large a value that a model computes is taken to be, where it is multiplied by a number that is not small."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The numbers between which the elements of a tensor lie; infinite where nothing is known.
+
+    ``ordinary``: plus a value as models compute them, of which only that is known: it is nothing beside a mask.
     """
-    selects = (*_VIEWS, aten.where, aten.add, aten.sub, aten.cat, aten.slice, aten.select, aten.index, aten.maximum)
-    selects += (aten.minimum, aten.gather, aten.slice_scatter, aten.select_scatter, aten.index_put, aten.masked_fill)
-    todo, seen = [x], set()
-    while todo:
-        node = todo.pop()
-        if node in seen or not dtype_of(node) or not dtype_of(node).is_floating_point:
-            continue
-        seen.add(node)
-        if is_op(node, aten.full, aten.scalar_tensor, aten.full_like):
-            number = node.args[0] if is_op(node, aten.scalar_tensor) else node.args[1]
-            if isinstance(number, float) and math.isinf(number):
-                return True
-        elif node.op != "call_function" or is_op(node, aten.log, aten.log2, aten.log10):
-            return True
-        elif is_op(node, *selects) or is_cast(node):
-            if any(isinstance(a, float) and math.isinf(a) for a in node.args):
-                return True
-            todo += node.all_input_nodes
-    return False
+
+    low: float
+    high: float
+    ordinary: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.low <= self.high:  # one of them is NaN
+            object.__setattr__(self, "low", -math.inf)
+            object.__setattr__(self, "high", math.inf)
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.low) and math.isfinite(self.high)
+
+    @property
+    def _size(self) -> float:
+        return max(abs(self.low), abs(self.high))
+
+    @property
+    def is_small(self) -> bool:
+        return self._size <= _ORDINARY
+
+    def within(self, dtype: torch.dtype) -> Bounds:
+        """The bounds once the elements are rounded to ``dtype``: too large is infinite, and too small may be zero."""
+        if not dtype.is_floating_point:
+            return self
+        low, high, tiny = _in_type(self.low, dtype), _in_type(self.high, dtype), torch.finfo(dtype).tiny
+        return Bounds(0.0 if 0 < low < tiny else low, 0.0 if -tiny < high < 0 else high, self.ordinary)
+
+    def whole(self, limits: torch.iinfo) -> Bounds:
+        """The bounds of integers, which wrap around."""
+        if self.ordinary or not limits.min <= self.low <= self.high <= limits.max:
+            return Bounds(float(limits.min), float(limits.max))
+        return Bounds(math.floor(self.low), math.ceil(self.high))
+
+    def hull(self, other: Bounds) -> Bounds:
+        """The bounds of what is taken from either."""
+        return Bounds(min(self.low, other.low), max(self.high, other.high), self.ordinary or other.ordinary)
+
+    def chosen(self, choose: Any, other: Bounds) -> Bounds:
+        """The bounds of the greater of two values, or of the smaller: ``choose`` is ``max`` or ``min``."""
+        ordinary = self.ordinary or other.ordinary
+        return Bounds(choose(self.low, other.low), choose(self.high, other.high), ordinary)
+
+    def __neg__(self) -> Bounds:
+        return Bounds(-self.high, -self.low, self.ordinary)
+
+    def __add__(self, other: Bounds) -> Bounds:
+        return Bounds(self.low + other.low, self.high + other.high, self.ordinary or other.ordinary)
+
+    def __mul__(self, other: Bounds) -> Bounds:
+        ordinary = self.ordinary or other.ordinary
+        if ordinary and not (self.is_small and other.is_small):
+            reach = math.prod(b._size + _ORDINARY * b.ordinary for b in (self, other))
+            return Bounds(-reach, reach, True)
+        return _corners(operator.mul, self, other, ordinary)
+
+    def __truediv__(self, other: Bounds) -> Bounds:
+        if other.ordinary:
+            return ORDINARY if self.is_small and other.is_small else UNKNOWN
+        if other.low <= 0 <= other.high:
+            return UNKNOWN
+        return self * Bounds(1 / other.high, 1 / other.low)
+
+    def __pow__(self, other: Bounds) -> Bounds:
+        if self.ordinary or other.ordinary:
+            return ORDINARY if self.is_small and other.is_small else UNKNOWN
+        if self.low > 0:
+            return _corners(operator.pow, self, other)
+        whole = other.low == other.high >= 0 and float(other.low).is_integer()
+        return _corners(operator.pow, self, other).hull(Bounds(0, 0)) if whole else UNKNOWN
+
+
+ORDINARY = Bounds(0.0, 0.0, True)
+UNKNOWN = Bounds(-math.inf, math.inf)
+
+
+def _corners(function: Any, a: Bounds, b: Bounds, ordinary: bool = False) -> Bounds:
+    """The bounds of a function of two numbers that takes its extremes where they do."""
+    try:
+        ends = [function(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
+    except OverflowError:
+        return UNKNOWN
+    return UNKNOWN if any(map(math.isnan, ends)) else Bounds(min(ends), max(ends), ordinary)
+
+
+def _in_type(number: float, dtype: torch.dtype) -> float:
+    """``number`` rounded to a floating-point type, infinite if that is too small for it."""
+    if not math.isfinite(number):
+        return number
+    info = torch.finfo(dtype)
+    fraction, exponent = math.frexp(number)
+    steps = 2 / info.eps
+    try:
+        rounded = math.ldexp(round(fraction * steps) / steps, exponent)
+    except OverflowError:
+        return math.copysign(math.inf, number)
+    return rounded if abs(rounded) <= info.max else math.copysign(math.inf, number)
+
+
+def bounds(x: Any) -> Bounds:
+    """Between which numbers ``x`` is known to lie, in every type that it is computed in.
+
+    Nothing is known of floating-point inputs of a graph, of 8-bit floats, and of functions that may have a pole.  What
+    a model computes, an embedding or a matrix product and what is made of them, is ordinary, but for a logarithm.
+    """
+    return _Bounding(UNKNOWN).of(x)
+
+
+def parameter_bounds(x: Any) -> Bounds:
+    """The bounds of what cannot be a mask, such as a value for each head: inputs of the graph are ordinary too."""
+    return _Bounding(ORDINARY).of(x)
+
+
+_CHOSEN = {
+    **dict.fromkeys((*_VIEWS, aten._to_copy, prims.convert_element_type, aten.slice, aten.select, aten.index), (0,)),
+    **dict.fromkeys((aten.index_select, aten.gather, aten.flip, aten.roll, aten.amax, aten.amin, aten.mean), (0,)),
+    **dict.fromkeys((aten.slice_scatter, aten.select_scatter), (0, 1)),
+    aten.scalar_tensor: (0,),
+    aten.full: (1,),
+    aten.full_like: (1,),
+    aten.copy: (1,),
+    aten.fill: (1,),
+    aten.where: (1, 2),
+    aten.masked_fill: (0, 2),
+}
+"""The arguments that the elements of a result are taken from."""
+
+_BOUNDS = {
+    aten.neg: operator.neg,
+    aten.abs: lambda b: b if b.low >= 0 else Bounds(0, max(-b.low, b.high), b.ordinary),
+    aten.square: lambda b: b * b,
+    aten.reciprocal: lambda b: Bounds(1, 1) / b,
+    aten.pow: operator.pow,
+    **dict.fromkeys((aten.maximum, aten.clamp_min), lambda a, b: a.chosen(max, b)),
+    **dict.fromkeys((aten.minimum, aten.clamp_max), lambda a, b: a.chosen(min, b)),
+}
+"""What functions of tensors do to bounds."""
+
+_INCREASING = {
+    aten.exp: _exp,
+    aten.exp2: lambda x: _exp(x * math.log(2)),
+    aten.expm1: lambda x: _exp(x) - 1,
+    aten.log: math.log,
+    aten.log2: math.log2,
+    aten.log10: math.log10,
+    aten.log1p: math.log1p,
+    aten.sqrt: math.sqrt,
+    aten.relu: lambda x: max(x, 0.0),
+}
+_LOGARITHMS = (aten.log, aten.log2, aten.log10)
+_RANGES = {
+    **dict.fromkeys((aten.sigmoid, aten._softmax), (0.0, 1.0)),
+    **dict.fromkeys((aten.tanh, aten.erf, aten.sin, aten.cos, aten.sign), (-1.0, 1.0)),
+}
+_CONSTANTS = {
+    **dict.fromkeys((aten.zeros, aten.zeros_like, aten.new_zeros), 0),
+    **dict.fromkeys((aten.ones, aten.ones_like, aten.new_ones), 1),
+}
+
+
+class _Bounding:
+    """The bounds of the nodes of a graph whose floating-point inputs have the bounds ``inputs``."""
+
+    def __init__(self, inputs: Bounds) -> None:
+        self.inputs = inputs
+        self.known: dict[fx.Node, Bounds] = {}
+
+    def of(self, x: Any, depth: int = 0) -> Bounds:
+        if isinstance(x, bool | int | float):
+            return Bounds(float(x), float(x))
+        dtype = dtype_of(x)
+        if dtype is None:
+            return ORDINARY  # a number made of sizes or arguments
+        if dtype == torch.bool:
+            return Bounds(0, 1)
+        if dtype.is_complex or depth > 64:
+            return UNKNOWN
+        if x not in self.known:
+            found = self._computed(x, depth + 1)
+            if dtype.is_floating_point:
+                found = found.within(dtype) if is_float(dtype) else UNKNOWN
+            else:
+                found = found.whole(torch.iinfo(dtype))
+            self.known[x] = found
+        return self.known[x]
+
+    def _computed(self, x: fx.Node, depth: int) -> Bounds:
+        if x.op != "call_function":
+            return self.inputs
+        if is_op(x, *_LEFT_FACTOR, aten.embedding, aten.convolution):
+            return ORDINARY
+        parts = _chosen_from(x)
+        if parts is not None:
+            return functools.reduce(Bounds.hull, (self.of(p, depth) for p in parts), self.of(parts[0], depth))
+        packet = _packet(x.target)
+        if packet in _RANGES:
+            return Bounds(*_RANGES[packet])
+        if is_op(x, prims.iota):
+            length, start, step = x.args[0], x.kwargs["start"], x.kwargs["step"]
+            known = all(isinstance(n, int) for n in (length, start, step))
+            last = start + step * max(length - 1, 0) if known else 0
+            return Bounds(min(start, last), max(start, last)) if known else UNKNOWN
+        if is_op(x, aten.sum, aten.cumsum):
+            return self._total(x, depth)
+        found = self._increasing(x, depth) if packet in _INCREASING else self._arithmetic(x, depth)
+        return self._ordinary(x, depth) if found is None else found
+
+    def _total(self, x: fx.Node, depth: int) -> Bounds:
+        """A sum of no more terms than its operand has elements."""
+        source, count = self.of(x.args[0], depth), x.args[0].meta["val"].numel()
+        if source.ordinary and source.is_small:
+            return ORDINARY
+        return source.hull(source * Bounds(count, count)).hull(Bounds(0, 0)) if isinstance(count, int) else UNKNOWN
+
+    def _increasing(self, x: fx.Node, depth: int) -> Bounds | None:
+        source, function = self.of(x.args[0], depth), _INCREASING[_packet(x.target)]
+        if source.ordinary:
+            return UNKNOWN if is_op(x, *_LOGARITHMS) else None
+        try:
+            return Bounds(function(source.low), function(source.high))
+        except (ValueError, OverflowError):
+            return UNKNOWN
+
+    def _arithmetic(self, x: fx.Node, depth: int) -> Bounds | None:
+        """The bounds of sums, products and the like; None for another function."""
+        packet = _packet(x.target)
+        if packet in _BOUNDS:
+            return _BOUNDS[packet](*(self.of(a, depth) for a in x.args))
+        if is_op(x, aten.mul):
+            return self._factor(x.args[0], x, depth) * self._factor(x.args[1], x, depth)
+        if is_quotient(x):
+            return self.of(x.args[0], depth) / self._factor(x.args[1], x, depth)
+        if is_op(x, aten.add, aten.sub, aten.rsub):
+            first, second = (self.of(a, depth) for a in (x.args[1::-1] if is_op(x, aten.rsub) else x.args[:2]))
+            second *= self.of(argument(x, "alpha"))
+            return first + (second if is_op(x, aten.add) else -second)
+        if is_op(x, aten.clamp):
+            found = self.of(x.args[0], depth)
+            for choose, limit in ((max, argument(x, "min")), (min, argument(x, "max"))):
+                found = found if limit is None else found.chosen(choose, self.of(limit, depth))
+            return found
+        return None
+
+    def _factor(self, factor: Any, product: fx.Node, depth: int) -> Bounds:
+        """A factor that is the same for all keys is a parameter, as ALiBi's slopes are, and not a mask."""
+        if dtype_of(factor) is None or not is_per_row(factor) or is_per_row(product) or self.inputs is ORDINARY:
+            return self.of(factor, depth)
+        return _Bounding(ORDINARY).of(factor, depth)
+
+    def _ordinary(self, x: fx.Node, depth: int) -> Bounds:
+        """Any other function: ordinary if one of its operands is and none is large."""
+        operands = [n for n in x.all_input_nodes if (d := dtype_of(n)) is not None and d.is_floating_point]
+        found = [self.of(n, depth) for n in operands]
+        return ORDINARY if any(b.ordinary for b in found) and all(b.is_small for b in found) else UNKNOWN
+
+
+def _chosen_from(x: fx.Node) -> list[Any] | None:
+    """What the elements of ``x`` are taken from: constants, and operands whose elements it selects or copies."""
+    packet = _packet(x.target)
+    if packet in _CHOSEN and len(x.args) > _CHOSEN[packet][-1]:
+        return [x.args[i] for i in _CHOSEN[packet]]
+    if packet in _CONSTANTS:
+        return [_CONSTANTS[packet]]
+    if is_op(x, operator.getitem):
+        values = is_op(x.args[0], *_SPLITS) or (is_op(x.args[0], aten.max, aten.min) and x.args[1] == 0)
+        return [x.args[0].args[0]] if values else None
+    if joined(x) is not None:
+        return list(joined(x))
+    if is_op(x, aten.index_put) and not argument(x, "accumulate"):
+        return [x.args[0], x.args[2]]
+    if is_op(x, aten.scatter) and not x.kwargs:
+        return [x.args[0], x.args[3]]
+    if is_op(x, aten.tril, aten.triu):
+        return [x.args[0], 0]
+    return [x.args[0], argument(x, "value")] if is_op(x, aten.constant_pad_nd) else None
 
 
 # --------------------------------------------------------------------------- batched products

@@ -10,10 +10,11 @@ scale on queries, keys or scores, softmax as one op or decomposed, in the type o
 Replaces with ``portable_ops::attention(..., enable_gqa=True)`` on the unrepeated heads.  The operator keeps scores in
 float32 where the spelling rounds them between the pieces, so its results are nearer to the exact ones.
 
-Recognised and left alone, because the operator does not say it: softcap, attention sinks, dropout, probabilities in
-a narrower type than the queries, a scale or a product along the keys, scores made of several products, and a mask that
-may hold -inf: a row without any key is NaN when it is written out and zero in the operator.  So is the ``math`` form of
-``scaled_dot_product_attention``, which arrives where the call could not be pinned.
+Recognised and left alone, because the operator does not say it: softcap, attention sinks, dropout, scores or
+probabilities that are rounded to a type that cannot hold the values, a scale or a product along the keys, scores made
+of several products, and a mask that may hold -inf or overflow to it: a row without any key is NaN when it is written
+out and zero in the operator.  So is the ``math`` form of ``scaled_dot_product_attention``, which arrives where the call
+could not be pinned.
 
 Declines when what goes into the softmax is no batched product.
 """
@@ -21,6 +22,7 @@ Declines when what goes into the softmax is no batched product.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -38,7 +40,7 @@ _ABSORBING = -1e9
 """A score filled with this or less has weight zero beside any that is not filled."""
 
 _FILL = -1e30
-"""What the operator's mask says for it: float32 scores vanish in the sum, so that a row without keys is uniform."""
+"""What the operator's mask says for it at most: float32 scores vanish in the sum, so a row without keys is uniform."""
 
 _MAX_STEPS = 64
 
@@ -82,11 +84,12 @@ class _Weighted:
     safe: bool = False
     dropout: bool = False
     cut: bool = False
+    types: tuple[torch.dtype, ...] = ()
 
 
 def _weighted(anchor: fx.Node) -> _Weighted | None:
     dims = val(anchor).dim()
-    todo: list[tuple[fx.Node, Axes, dict[str, bool]]] = [(anchor, algebra.batch_axes(anchor), {})]
+    todo: list[tuple[fx.Node, Axes, dict[str, Any]]] = [(anchor, algebra.batch_axes(anchor), {})]
     for node, axes, seen in _limited(todo):
         for user in node.users:
             if algebra.is_backward(user):
@@ -99,7 +102,7 @@ def _weighted(anchor: fx.Node) -> _Weighted | None:
                 if flat == long and _is_contracted(axes, 1 if transposed else len(axes) - 1, dims - 1, anchor):
                     return _Weighted(user, transposed, **seen)
             elif algebra.is_cast(user):
-                todo.append((user, axes, seen))
+                todo.append((user, axes, {**seen, "types": (*seen.get("types", ()), algebra.dtype_of(user))}))
             elif algebra.is_view(user):
                 after = algebra.axes_after(user, axes)
                 if after is not None:
@@ -186,6 +189,9 @@ def _depends(node: fx.Node, product: fx.Node) -> bool:
     return node in made or any(n in made for n in node.all_input_nodes)
 
 
+_NOTHING = algebra.Bounds(0, 0)
+
+
 @dataclasses.dataclass
 class _Scores:
     """``scale * factors * (q @ k^T) + bias``; the bias is laid out as the scores ``[*lead, L, S]``."""
@@ -195,15 +201,28 @@ class _Scores:
     scale: float = 1.0
     factors: list[tuple[torch._ops.OpOverload, fx.Node]] = dataclasses.field(default_factory=list)
     bias: Any = None
-    filled: bool = False
+    filled: float | None = None
+    bounds: algebra.Bounds = _NOTHING
+    """Of all that was added to the products or put in their place, with what no softmax sees."""
+    has_terms: bool = False
+    """Whether a tensor has met the scores, in the order of dimensions that they had there."""
 
-    def multiply(self, number: float) -> None:
+    def limit(self, bounds: algebra.Bounds, *dtypes: torch.dtype) -> None:
+        """Check that what was added is finite in ``dtypes``, and in the operator's float32."""
+        self.bounds = functools.reduce(algebra.Bounds.within, (*dtypes, torch.float32), bounds)
+        if not self.bounds.finite:
+            raise Unmatched("the masks may overflow to -inf: a row without keys is NaN here and not in the operator")
+
+    def multiply(self, number: float, dtype: torch.dtype) -> None:
+        """Multiply by a number; the result is rounded to ``dtype``."""
         if number != 1:
             self.check_not_filled()
         self.scale *= number
-        self.bias = self.bias if self.bias is None or number == 1 else Call(aten.mul.Tensor, (self.bias, number))
+        if self.bias is not None and number != 1:
+            self.bias = Call(aten.mul.Tensor, (self.bias, number))
+            self.limit(self.bounds * algebra.bounds(number), dtype, self.bias.value.dtype)
 
-    def factor(self, op: torch._ops.OpOverload, node: fx.Node, shape: Any) -> None:
+    def factor(self, op: torch._ops.OpOverload, node: fx.Node, shape: Any, dtype: torch.dtype) -> None:
         """Multiply (or divide) by a tensor that has one value for each row of the scores."""
         self.check_not_filled()
         if not algebra.is_per_row(node):
@@ -211,34 +230,54 @@ class _Scores:
         if val(node).dim() > 2 and len(shape) != len(self.lead) + 2:
             raise Unmatched("the scores are multiplied by a tensor where batch and heads are one dimension")
         self.factors.append((op, node))
-        self.bias = None if self.bias is None else Call(op, (self.bias, node))
+        if self.bias is not None:
+            self.bias = Call(op, (self.bias, node))
+            factor = algebra.parameter_bounds(node)
+            product = self.bounds / factor if op is aten.div.Tensor else self.bounds * factor
+            self.limit(product, dtype, self.bias.value.dtype)
 
-    def add(self, term: fx.Node, weight: float, shape: Any) -> None:
-        """Add a tensor times a number to scores that have ``shape`` at that place."""
-        if algebra.may_hold_infinity(term):
+    def add(self, term: Any, weight: float, shape: Any, dtype: torch.dtype) -> None:
+        """Add a tensor or a number, times a number, to scores that have ``shape`` and ``dtype`` at that place."""
+        added = algebra.bounds(term)
+        if not added.finite:
             raise Unmatched("the mask may hold -inf: a row without keys is NaN here and zero in the operator")
-        if algebra.is_per_row(term):
+        added *= algebra.bounds(weight)
+        if algebra.scalar(term) is not None or algebra.dtype_of(term) is None or algebra.is_per_row(term):
+            self.limit(self.bounds + added, dtype)
             return  # no softmax sees it
+        if self.filled is not None and self.filled > _FILL:
+            self.check_one_mask(added)
+        self.limit(self.bounds + added.within(val(term).dtype), dtype)
         term = self.laid_out(term if weight == 1 else Call(aten.mul.Tensor, (term, weight)), shape)
         if self.bias is not None:
             wide = [Call(prims.convert_element_type.default, (t, torch.float32)) for t in (self.bias, term)]
             term = Call(aten.add.Tensor, tuple(wide))
         self.bias = term
 
-    def fill(self, drop: Any, shape: Any) -> None:
-        """Make the scores negligible where ``drop`` is true."""
-        self.filled = True
+    def fill(self, drop: Any, value: float, shape: Any, dtype: torch.dtype) -> None:
+        """Make the scores negligible where ``drop`` is true: there they are ``value``."""
+        value = algebra.bounds(value).within(dtype).low
+        if value > _FILL:
+            self.check_one_mask(self.bounds)
+        self.limit(self.bounds.hull(algebra.bounds(value)), dtype)
+        self.filled = value if self.filled is None else max(value, self.filled)
+        value = min(value, _FILL)
         drop = self.laid_out(drop, shape)
         if self.bias is None:
             wide = Call(prims.convert_element_type.default, (drop, torch.float32))
-            self.bias = Call(aten.mul.Tensor, (wide, _FILL))
+            self.bias = Call(aten.mul.Tensor, (wide, value))
         else:
             wide = Call(prims.convert_element_type.default, (self.bias, torch.float32))
-            self.bias = Call(aten.where.ScalarSelf, (drop, _FILL, wide))
+            self.bias = Call(aten.where.ScalarSelf, (drop, value, wide))
 
     def check_not_filled(self) -> None:
-        if self.filled:
+        if self.filled is not None:
             raise Unmatched("masked scores are scaled after they were replaced")
+
+    def check_one_mask(self, other: algebra.Bounds) -> None:
+        """A row that two masks share out has the greater of their numbers, and not all numbers are kept."""
+        if not other.is_small:
+            raise Unmatched("masked scores are replaced by a number that is not beyond those of another mask")
 
     def laid_out(self, term: Any, shape: Any) -> Any:
         """``term``, which broadcasts to ``shape``, such that it broadcasts to ``[*lead, L, S]``."""
@@ -294,13 +333,21 @@ def _follow(trail: list[fx.Node], scores: _Scores, bound: dict[str, Any]) -> Non
         beta, alpha = algebra.argument(product, "beta"), algebra.argument(product, "alpha")
         scores.scale = float(alpha)
         if beta != 0:
-            scores.add(product.args[0], beta, val(product).shape)
+            scores.has_terms = True
+            scores.add(product.args[0], beta, val(product).shape, val(product).dtype)
     for node, inner in zip(reversed(trail[:-1]), reversed(trail[1:]), strict=True):
         _step(node, inner, scores, bound)
 
 
 def _step(node: fx.Node, inner: fx.Node, scores: _Scores, bound: dict[str, Any]) -> None:
+    dtype = val(node).dtype
     if algebra.is_view(node) or algebra.is_cast(node):
+        moved = algebra.is_op(node, *algebra.PERMUTES) or not algebra.same_size(
+            val(node).shape[-1], val(inner).shape[-1]
+        )
+        if moved and scores.has_terms:
+            raise Unmatched("the scores are transposed behind a mask, a bias or a scale")
+        scores.limit(scores.bounds, dtype)
         return
     if algebra.is_op(node, aten.tanh):
         bound["softcap"] = algebra.scalar(inner.args[1]) if algebra.is_op(inner, aten.div) else True
@@ -308,6 +355,7 @@ def _step(node: fx.Node, inner: fx.Node, scores: _Scores, bound: dict[str, Any])
     if algebra.is_op(node, aten.cat):
         bound["sinks"] = True
         raise Unmatched("attention sinks stand beside the scores, which the operator does not have")
+    scores.has_terms |= len([n for n in node.all_input_nodes if algebra.dtype_of(n) is not None]) > 1
     if algebra.is_op(node, aten.where, aten.masked_fill):
         _fill(node, inner, scores)
         return
@@ -315,15 +363,13 @@ def _step(node: fx.Node, inner: fx.Node, scores: _Scores, bound: dict[str, Any])
     if algebra.is_op(node, aten.mul, aten.div):
         _scale(node, other, scores)
         return
-    if algebra.scalar(other) is not None or algebra.dtype_of(other) is None:
-        return  # a number, the same for all keys
     if _trail(other, {}) is not None:
         raise Unmatched("the scores are a sum of several products")
     weight = node.kwargs.get("alpha", 1)
     if node.args[1] is inner:  # alpha multiplies the second operand
-        scores.multiply(weight)
+        scores.multiply(weight, dtype)
         weight = 1
-    scores.add(other, -weight if algebra.is_op(node, aten.sub) else weight, val(node).shape)
+    scores.add(other, -weight if algebra.is_op(node, aten.sub) else weight, val(node).shape, dtype)
 
 
 def _scale(node: fx.Node, other: Any, scores: _Scores) -> None:
@@ -333,13 +379,14 @@ def _scale(node: fx.Node, other: Any, scores: _Scores) -> None:
     if number is not None:
         if divides and number == 0:
             raise Unmatched("the scores are divided by zero")
-        scores.multiply(1.0 / number if divides else number)
+        scores.multiply(1.0 / number if divides else number, val(node).dtype)
         return
     if algebra.dtype_of(other) is None:
         raise Unmatched("the scale is a symbolic number")
     if _trail(other, {}) is not None:
         raise Unmatched("the scores are multiplied by scores")
-    scores.factor(aten.div.Tensor if divides else aten.mul.Tensor, other, val(node).shape)
+    op = aten.div.Tensor if divides else aten.mul.Tensor
+    scores.factor(op, other, val(node).shape, val(node).dtype)
 
 
 def _fill(node: fx.Node, inner: fx.Node, scores: _Scores) -> None:
@@ -353,7 +400,7 @@ def _fill(node: fx.Node, inner: fx.Node, scores: _Scores) -> None:
     if value > _ABSORBING:
         raise Unmatched(f"masked scores are {value:g}, which may still weigh beside the others")
     drop = Call(aten.logical_not.default, (condition,)) if first is inner else condition
-    scores.fill(drop, val(node).shape)
+    scores.fill(drop, value, val(node).shape, val(node).dtype)
 
 
 def _constant(x: Any) -> float | None:
@@ -392,6 +439,7 @@ def _build(anchor: fx.Node, trail: list[fx.Node], weighted: _Weighted, bound: di
     v = _operand(value, scores, swap=False)
     if _dtype(q) != dtype or _dtype(k) != dtype:
         raise Unmatched(f"the scores are computed in {_dtype(q)}, the result in {dtype}")
+    _check_rounding(anchor, trail, weighted, dtype)
     for op, node in scores.factors:
         q = Call(op, (q, node))
         if q.value.dtype != dtype:
@@ -422,6 +470,15 @@ def _build(anchor: fx.Node, trail: list[fx.Node], weighted: _Weighted, bound: di
     own = tuple(n for n in dict.fromkeys(inner) if n is not out)
     order = out_dims if out_dims != tuple(range(rank)) else None
     return Match("eager_attention", "attention", anchor, ATTENTION, args, (out,), own, bound, order)
+
+
+def _check_rounding(anchor: fx.Node, trail: list[fx.Node], weighted: _Weighted, dtype: torch.dtype) -> None:
+    """The operator computes in float32 and rounds the probabilities to ``dtype``, that of the values: to no less."""
+    scores = [val(n).dtype for n in trail]
+    for what, types in (("scores", scores), ("probabilities", [val(anchor).dtype, *weighted.types])):
+        narrow = next((t for t in types if not algebra.holds(t, dtype)), None)
+        if narrow is not None:
+            raise Unmatched(f"the {what} are rounded to {narrow}, which does not hold the values' {dtype}")
 
 
 def _transposed(trail: list[fx.Node], rank: int) -> bool:

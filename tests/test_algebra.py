@@ -351,3 +351,81 @@ def test_no_repetition_of_heads() -> None:
         lambda t: t + 1,
     ):
         assert assert_repeats(function, base) is None
+
+
+# -------------------------------------------------------------------------------------------------------- bounds
+
+INF = float("inf")
+MIN = torch.finfo(F32).min
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype", "low", "high"),
+    [
+        (lambda m: m.float(), torch.bool, 0, 1),
+        (lambda m: m.to(BF16), torch.uint8, 0, 255),
+        (lambda m: m, F32, -INF, INF),
+        (lambda m: m.float(), torch.float8_e5m2, -INF, INF),
+        (lambda m: (m > 3).float(), F32, 0, 1),
+        (lambda m: 1 - m.float(), torch.bool, 0, 1),
+        (lambda m: m - 1, torch.uint8, 0, 255),
+        (lambda m: m.float() - 1, torch.uint8, -1, 254),
+        (lambda m: m.float() * 2 + 3, torch.bool, 3, 5),
+        (lambda m: (1 - m.float()) * MIN, torch.bool, MIN, 0),
+        (lambda m: (1 - m.float()) * MIN * 2, torch.bool, -INF, 0),
+        (lambda m: ((1 - m.float()) * MIN).bfloat16(), torch.bool, -INF, 0),
+        (lambda m: torch.where(m, 1.0, -7.0), torch.bool, -7, 1),
+        (lambda m: torch.sub(m.float(), m.float(), alpha=3), torch.bool, -3, 1),
+        (lambda m: torch.rsub(m.float(), 5, alpha=2), torch.bool, 3, 5),
+        (lambda m: -m.float().abs(), torch.bool, -1, 0),
+        (lambda m: m.clamp(-3, 4), F32, -3, 4),
+        (lambda m: m.clamp(min=-3), F32, -3, INF),
+        (lambda m: torch.where(m, 0.0, -INF), torch.bool, -INF, 0),
+        (lambda m: torch.where(m, 0.0, -INF).clamp(min=-9.0), torch.bool, -9, 0),
+        (lambda m: torch.where(m, 0.0, -INF) - torch.where(m, 0.0, -INF), torch.bool, -INF, INF),
+        (lambda m: m.sigmoid(), F32, 0, 1),
+        (lambda m: m.float() / 4, torch.bool, 0, 0.25),
+        (lambda m: 1 / (1 + m.float()), torch.bool, 0.5, 1),
+        (lambda m: 1 / m.float(), torch.bool, -INF, INF),
+        (lambda m: m.float().log(), torch.bool, -INF, INF),
+        (lambda m: (m.float() * 1023 + 1).log2(), torch.bool, 0, 10),
+        (lambda m: 2 ** m.float(), torch.bool, 1, 2),
+        (lambda m: m.float().exp2(), torch.bool, 1, 2),
+        (lambda m: m.float().cumsum(-1), torch.bool, 0, 6),
+        (lambda m: torch.cat([m.float(), torch.full((2, 1), -4.0)], -1), torch.bool, -4, 1),
+        (lambda m: (-200 * m.float()).exp(), torch.bool, 0, 1),
+        (lambda m: (-200 * m.float()).exp().log(), torch.bool, -INF, INF),
+        (lambda m: 1 / (m.float() * 1e-9 + 1e-9).half().float(), torch.bool, -INF, INF),
+        (lambda m: m.float().atan(), torch.bool, -INF, INF),
+    ],
+)
+def test_bounds(function: Callable, dtype: torch.dtype, low: float, high: float) -> None:
+    node, _ = traced(function, x(2, 3, dtype=dtype))
+    found = algebra.bounds(node)
+    assert (found.low, found.high, found.ordinary) == (low, high, False)
+
+
+def test_what_a_model_computes_is_ordinary() -> None:
+    for function in (
+        lambda a, b: a @ b,
+        lambda a, b: torch.nn.functional.embedding(torch.arange(2), a),
+        lambda a, b: (a @ b).exp() * 2 - 3,
+        lambda a, b: torch.nn.functional.gelu(a @ b) / (1 + (a @ b).abs()),
+        lambda a, b: (a @ b) + torch.full((3, 3), MIN),
+    ):
+        node, _ = traced(function, x(3, 3), x(3, 3))
+        assert algebra.bounds(node).ordinary and algebra.bounds(node).finite
+    for function in (lambda a, b: (a @ b).log(), lambda a, b: (a @ b) * MIN, lambda a, b: a * (a @ b)):
+        node, _ = traced(function, x(3, 3), x(3, 3))
+        assert not algebra.bounds(node).finite
+
+
+def test_bounds_round_as_the_types_do() -> None:
+    generator = random.Random(0)
+    for dtype in (torch.float16, BF16, F32, F64):
+        largest = torch.finfo(dtype).max
+        numbers = [largest, largest * (1 + torch.finfo(dtype).eps / 4.01), 0.1, 1 / 3, 65519.9, 65520.0]
+        for number in numbers + [generator.uniform(-7e4, 7e4) for _ in range(50)]:
+            rounded = torch.tensor(number, dtype=F64).to(dtype).item()
+            found = algebra.Bounds(number, number).within(dtype)
+            assert found.low == found.high == rounded

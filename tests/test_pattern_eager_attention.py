@@ -319,8 +319,164 @@ def mla(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
 
 
 INF = "the mask may hold -inf: a row without keys is NaN here and zero in the operator"
+OVERFLOW = "the masks may overflow to -inf: a row without keys is NaN here and not in the operator"
+TWO_MASKS = "masked scores are replaced by a number that is not beyond those of another mask"
+MIN = torch.finfo(F32).min
+
+
+def masked(bias: Callable[[Tensor], Tensor]) -> Callable:
+    """Attention plus what ``bias`` computes from a boolean mask."""
+    return lambda q, k, v, m: softmax(q @ k.mT * 0.3 + bias(m)) @ v
+
+
+def twice(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    return softmax((q @ k.mT * 0.3 + (1.0 - m.float()) * MIN) + (1.0 - m.float()) * MIN) @ v
+
+
+def rows_and_keys(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    """A mask of queries, which no softmax sees, and one of keys."""
+    scores = q @ k.mT * 0.3 + torch.where(m[..., :1], 0.0, MIN)
+    return softmax(scores + torch.where(m, 0.0, MIN)) @ v
+
+
+f32 = heads(dtype=F32)
+numbers = boolean(B, 1, L, S).float()
+
+INFINITE: dict[str, tuple[Callable, tuple, str]] = {
+    "two masks, summed first": (
+        masked(lambda m: (1.0 - m.float()) * MIN + (1.0 - m.float()) * MIN),
+        (*f32, seen),
+        INF,
+    ),
+    "two masks, one after the other": (twice, (*f32, seen), OVERFLOW),
+    "a mask of queries and one of keys": (rows_and_keys, (*f32, seen), OVERFLOW),
+    "filled and added": (
+        lambda q, k, v, m: softmax((q @ k.mT).masked_fill(~m, MIN) + torch.where(m, 0.0, MIN)) @ v,
+        (*f32, seen),
+        OVERFLOW,
+    ),
+    "one over a mask": (masked(lambda m: 1 - 1 / m.float()), (*f32, seen), INF),
+    "reciprocal": (masked(lambda m: 1 - m.float().reciprocal()), (*f32, seen), INF),
+    "negative power": (masked(lambda m: 1 - m.float() ** -1), (*f32, seen), INF),
+    "exponential": (masked(lambda m: -torch.exp(100 * (1 - m.float()))), (*f32, seen), INF),
+    "logarithm of a shifted mask": (masked(lambda m: torch.log1p(m.float() - 1)), (*f32, seen), INF),
+    "a product with -inf": (
+        masked(lambda m: ((1 - m.float()) * -math.inf).nan_to_num(0.0, 0.0, -math.inf)),
+        (*f32, seen),
+        INF,
+    ),
+    "a product of an input": (masked(lambda m: m * 2.0), (*f32, numbers), INF),
+    "an input from one": (masked(lambda m: (1.0 - m) * MIN), (*f32, numbers), INF),
+    "an integer input": (masked(lambda m: (1.0 - m) * MIN), (*f32, seen.long()), INF),
+    "too large for half precision": (
+        masked(lambda m: ((1.0 - m.float()) * MIN).half()),
+        (*heads(dtype=F16), seen),
+        INF,
+    ),
+    "added, then cast to half precision": (
+        lambda q, k, v, m: softmax((q.float() @ k.float().mT + (1.0 - m.float()) * MIN).half()) @ v,
+        (*heads(dtype=F16), seen),
+        OVERFLOW,
+    ),
+    "filled in half precision": (
+        lambda q, k, v, m: softmax(torch.where(m, q @ k.mT, -1e30)) @ v,
+        (*heads(dtype=F16), seen),
+        OVERFLOW,
+    ),
+    "scaled behind the mask": (
+        lambda q, k, v, m: softmax((q @ k.mT + (1.0 - m.float()) * MIN) * 2.0) @ v,
+        (*f32, seen),
+        OVERFLOW,
+    ),
+    "taken twice": (
+        lambda q, k, v, m: softmax(torch.add(q @ k.mT, (1.0 - m.float()) * MIN, alpha=2)) @ v,
+        (*f32, seen),
+        OVERFLOW,
+    ),
+    "a scale for each head behind the mask": (
+        lambda q, k, v, m, h: softmax((q @ k.mT + (1.0 - m.float()) * MIN) * h[:, None, None]) @ v,
+        (*f32, seen, tensor(H, dtype=F32) + 5),
+        OVERFLOW,
+    ),
+    "minus infinity everywhere": (lambda q, k, v: softmax(q @ k.mT - math.inf) @ v, f32, INF),
+    "filled with less than another mask": (
+        lambda q, k, v, m: softmax((q @ k.mT + (1.0 - m.float()) * -1e9).masked_fill(m, -1e9)) @ v,
+        (*f32, seen),
+        TWO_MASKS,
+    ),
+    "another mask on filled scores": (
+        lambda q, k, v, m: softmax((q @ k.mT).masked_fill(m, -1e9) + (1.0 - m.float()) * -1e9) @ v,
+        (*f32, seen),
+        TWO_MASKS,
+    ),
+}
+
+F8 = torch.float8_e4m3fn
+ROUNDED: dict[str, tuple[Callable, tuple, str]] = {
+    "probabilities in 8 bits": (
+        lambda q, k, v: softmax(q @ k.mT).to(F8).float() @ v,
+        f32,
+        "the probabilities are rounded to torch.float8_e4m3fn, which does not hold the values' torch.float32",
+    ),
+    "probabilities in bfloat16": (
+        lambda q, k, v: softmax(q @ k.mT).to(BF16).float() @ v,
+        f32,
+        "the probabilities are rounded to torch.bfloat16, which does not hold the values' torch.float32",
+    ),
+    "probabilities in another half": (
+        lambda q, k, v: softmax(q @ k.mT).to(F16).to(BF16) @ v,
+        (q, k, v),
+        "the probabilities are rounded to torch.float16, which does not hold the values' torch.bfloat16",
+    ),
+    "scores in 8 bits": (
+        lambda q, k, v: softmax((q @ k.mT).to(F8).to(q.dtype)) @ v,
+        (q, k, v),
+        "the scores are rounded to torch.float8_e4m3fn, which does not hold the values' torch.bfloat16",
+    ),
+    "scores as integers": (
+        lambda q, k, v: softmax((q @ k.mT).int().float()) @ v,
+        f32,
+        "the scores are rounded to torch.int32, which does not hold the values' torch.float32",
+    ),
+}
+
+TRANSPOSED = "the scores are transposed behind a mask, a bias or a scale"
+column, square = tensor(9, 1, dtype=F32, seed=7), tensor(9, S, dtype=F32, seed=8)
+keys_first = tensor(B, H, S, D, dtype=F32, seed=4), *f32[1:]
+"""As many queries as keys: nothing but the order of dimensions tells them apart."""
+
+TURNED: dict[str, tuple[Callable, tuple, str]] = {
+    "a bias for each key, transposed": (
+        lambda q, k, v, t: softmax((k @ q.mT + F.embedding(torch.arange(S), t)).mT) @ v,
+        (*keys_first, column),
+        TRANSPOSED,
+    ),
+    "a bias, transposed": (
+        lambda q, k, v, t: softmax((k @ q.mT + F.embedding(torch.arange(S), t)).mT) @ v,
+        (*keys_first, square),
+        TRANSPOSED,
+    ),
+    "a mask, transposed": (
+        lambda q, k, v: softmax((k @ q.mT).masked_fill(torch.ones(S, S, dtype=torch.bool).tril(-1), -1e9).mT) @ v,
+        keys_first,
+        TRANSPOSED,
+    ),
+    "a scale for each key, transposed": (
+        lambda q, k, v, t: softmax((k @ q.mT * t[:S]).mT) @ v,
+        (*keys_first, column),
+        TRANSPOSED,
+    ),
+    "one query, viewed as a row": (
+        lambda q, k, v, t: softmax((k @ q.mT + F.embedding(torch.arange(S), t)).view(B, H, 1, S)) @ v,
+        (keys_first[0][:, :, :1], *f32[1:], column),
+        TRANSPOSED,
+    ),
+}
 
 RECOGNISED: dict[str, tuple[Callable, tuple, str]] = {
+    **TURNED,
+    **INFINITE,
+    **ROUNDED,
     "softcap": (
         lambda q, k, v: softmax(torch.tanh(q @ k.mT * 0.3 / 50.0) * 50.0) @ v,
         (q, k, v),
@@ -434,6 +590,59 @@ def test_recognised_and_left_alone(model: Callable, args: tuple, reason: str, tr
     assert (site.decision, site.reason, site.pattern) == ("declined", reason, "eager_attention")
     assert not [m for m in traced.report.misses if m.kind == "attention"]
     assert traced.after == traced.before
+
+
+@pytest.mark.parametrize("name", ["two masks, summed first", "two masks, one after the other", "exponential"])
+def test_a_row_without_keys_is_nan_as_in_eager(name: str, tracing: ModuleType) -> None:
+    model, args, _ = INFINITE[name]
+    with torch.no_grad():
+        traced = tracing.trace(model, *args, gate="always")
+        expected = model(*args)
+    assert expected[:, :, 2].isnan().all() and torch.equal(traced.result.isnan(), expected.isnan())
+
+
+FINITE: dict[str, tuple[Callable, tuple]] = {
+    "a mask from one": (masked(lambda m: (1.0 - m.float()) * MIN), (*f32, seen)),
+    "a mask from a comparison": (masked(lambda m: (m == 0).float() * -1e9), (*f32, seen.long())),
+    "two small masks": (masked(lambda m: (1.0 - m.float()) * -1e9 + torch.where(m, 0.0, -1e30)), (*f32, seen)),
+    "two masks, each half": (
+        masked(lambda m: (1.0 - m.float()) * (MIN / 2) + torch.where(m, 0.0, MIN / 2)),
+        (*f32, seen),
+    ),
+    "two masks, clamped": (
+        masked(lambda m: ((1.0 - m.float()) * MIN + (1.0 - m.float()) * MIN).clamp(min=MIN)),
+        (*f32, seen),
+    ),
+    "an infinite mask, clamped": (masked(lambda m: torch.where(m, 0.0, -math.inf).clamp(min=MIN)), (*f32, seen)),
+    "an exponential that fits": (masked(lambda m: -torch.exp(20 * (1 - m.float()))), (*f32, seen)),
+    "filled over a mask of the same number": (
+        lambda q, k, v, m: softmax((q @ k.mT + torch.where(m, 0.0, MIN)).masked_fill(m.roll(1, -1), MIN)) @ v,
+        (*f32, seen),
+    ),
+    "slopes from powers": (
+        lambda q, k, v: (
+            softmax(
+                q @ k.mT
+                + (1.0 / 2 ** torch.arange(1, H + 1))[:, None, None] * (torch.arange(S) - torch.arange(L)[:, None])
+            )
+            @ v
+        ),
+        f32,
+    ),
+    "a learned gate of a distance": (
+        lambda q, k, v, h: softmax(q @ k.mT - F.softplus(h)[:, None, None] * torch.arange(S)) @ v,
+        (*f32, tensor(H, dtype=F32)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "args"), FINITE.values(), ids=FINITE)
+def test_masks_that_are_known_to_be_finite(model: Callable, args: tuple, tracing: ModuleType) -> None:
+    rewritten(tracing, model, *args)
+
+
+def test_alpha_of_a_number_that_scores_are_added_to(tracing: ModuleType) -> None:
+    rewritten(tracing, lambda q, k, v: softmax(torch.add(torch.ones(()), q @ k.mT * 0.3, alpha=2)) @ v, *f32)
 
 
 def test_what_was_found_stands_in_the_report() -> None:
