@@ -61,9 +61,12 @@ class Settings:
     def read(options: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
         """Settings from options without their prefix (``{"gate": "always"}``) over the environment.
 
-        Raises SettingError for an unknown name or value, in either place.  An empty variable counts as unset.
+        Raises SettingError for an unknown name or value, in either place.  An empty variable counts as unset, and so
+        does one that an option contradicts: what ``enable`` names is enabled whatever PORTABLE_OPS_DISABLE says.
         """
+        options = options or {}
         parsed: dict[str, Any] = {}
+        settled = {*options, "disable"} if "enable" in options else {*options}
         for variable, text in environ.items():
             if not variable.startswith(ENVIRONMENT_PREFIX):
                 continue
@@ -72,11 +75,11 @@ class Settings:
                 known = [n.upper() for n in _PARSERS]
                 near = suggest(name.upper(), known, ENVIRONMENT_PREFIX)
                 raise SettingError(f"unknown environment variable {variable!r}{near}")
-            if text and name not in (options or {}):
+            if text and name not in settled:
                 parsed[name] = _PARSERS[name](variable, text)
-        for name, value in (options or {}).items():
+        for name, value in options.items():
             if name not in _PARSERS:
-                raise SettingError(f"unknown option {PREFIX + name!r}{suggest(name, _PARSERS, PREFIX)}")
+                raise SettingError(f"unknown option {PREFIX + str(name)!r}{suggest(str(name), _PARSERS, PREFIX)}")
             parsed[name] = _PARSERS[name](PREFIX + name, value)
         disabled = parsed.pop("disable", ())
         parsed["enable"] = tuple(kind for kind in parsed.get("enable", known_kinds()) if kind not in disabled)
@@ -140,9 +143,11 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _target(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise SettingError(f"{name}: expected an architecture like 'sm_90' or 'gfx942', got {value!r}")
     try:
         named_target(value)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise SettingError(f"{name}: {error}") from error
     return value
 
@@ -175,6 +180,8 @@ def split_options(mode: str | None, options: Mapping[str, Any] | None) -> tuple[
     ours: dict[str, Any] = {}
     known = config.get_config_copy()
     for key, value in (options or {}).items():
+        if not isinstance(key, str):
+            raise SettingError(f"unknown option {key!r}: names are strings")
         if key.startswith(PREFIX):
             ours[key.removeprefix(PREFIX)] = value
             continue

@@ -80,6 +80,16 @@ def test_an_option_wins_over_the_environment() -> None:
     assert (settings.gate, settings.verify, settings.max_rewrites) == ("always", True, 3)
 
 
+def test_an_option_wins_over_a_variable_of_another_name() -> None:
+    environ = {"PORTABLE_OPS_DISABLE": "rms_norm"}
+    assert Settings.read({"enable": ["rms_norm"]}, environ).enable == ("rms_norm",)
+    assert Settings.read({"enable": ["rms_norm", "rope"], "disable": ["rope"]}, environ).enable == ("rms_norm",)
+    assert "rms_norm" in Settings.read({"disable": ["rope"]}, environ).enable
+    assert "rms_norm" not in Settings.read({"gate": "always"}, environ).enable
+    environ = {"PORTABLE_OPS_ENABLE": "rms_norm,rope"}
+    assert Settings.read({"disable": ["rope"]}, environ).enable == ("rms_norm",)
+
+
 def test_an_empty_variable_is_unset() -> None:
     assert Settings.read({}, {"PORTABLE_OPS_GATE": "", "PORTABLE_OPS_ENABLE": ""}) == Settings()
 
@@ -115,7 +125,10 @@ WRONG = [
     ({"max_rewrites": 1.5}, "portable_ops.max_rewrites: expected a count of 0 or more, got 1.5"),
     ({"verify": "maybe"}, "portable_ops.verify: expected true or false, got 'maybe'"),
     ({"target": "h100"}, "portable_ops.target: target 'h100' is not an architecture; use one of sm_80"),
-    ({"target": 90}, "portable_ops.target: "),
+    ({"target": 90}, "portable_ops.target: expected an architecture like 'sm_90' or 'gfx942', got 90"),
+    ({"target": None}, "portable_ops.target: expected an architecture like 'sm_90' or 'gfx942', got None"),
+    ({"target": ["sm_90"]}, "portable_ops.target: expected an architecture like 'sm_90' or 'gfx942', got ['sm_90']"),
+    ({1: 2}, "unknown option 'portable_ops.1'; valid are portable_ops.disable"),
 ]
 
 
@@ -166,6 +179,8 @@ def compiled(**options: Any) -> torch.Tensor:
             {"options": {"portable_op.gate": "never"}},
             "unknown option 'portable_op.gate'; did you mean 'portable_ops.gate'?",
         ),
+        ({"options": {1: 2}}, "unknown option 1: names are strings"),
+        ({"options": {"portable_ops.target": None}}, "portable_ops.target: expected an architecture"),
         ({"options": {"max_autotune": "yes"}}, "option 'max_autotune': got str, should be bool"),
         ({"options": {"cpp.threads": "two"}}, "option 'cpp.threads': got str, should be int"),
     ],
