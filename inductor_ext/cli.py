@@ -54,10 +54,12 @@ def _explain(arguments: argparse.Namespace) -> int:
         report = explain(model, **options)(*args, **kwargs)
     if arguments.json:
         print(report.to_json())
-    else:
+    elif sys.stdout.isatty():
         from rich.console import Console
 
         Console().print(report)
+    else:
+        print(report)  # a console would fill lines up with blanks
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -30,8 +31,11 @@ def explain(model: Callable[..., Any], **options: Any) -> Callable[..., Report]:
     decisions are those for ``sm_90`` unless a target is named.
 
     The model runs once, eagerly, so a value that a later graph depends on is right, and an error of the model's own
-    is what the caller sees.  Like ``torch._dynamo.explain``, this resets Dynamo: a model that was compiled before
-    compiles again at its next call, from the caches.
+    is what the caller sees.  A graph that runs several times, such as a layer's in a loop that Dynamo had to break, is
+    one of ``graphs``, and what was recognised in it counts as often as it ran.
+
+    Like ``torch._dynamo.explain``, this resets Dynamo: a model that was compiled before compiles again at its next
+    call, from the caches.
     """
     settings = Settings.read(options)
     if settings.target is None and not torch.cuda.is_available():
@@ -39,15 +43,22 @@ def explain(model: Callable[..., Any], **options: Any) -> Callable[..., Report]:
 
     def run(*args: Any, **kwargs: Any) -> Report:
         graphs: list[Report] = []
+        runs: collections.Counter[int] = collections.Counter()
 
         def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+            index = len(graphs)
             graphs.append(_explain_graph(gm, example_inputs, settings))
-            return gm.forward
+
+            def counted(*inputs: Any) -> Any:
+                runs[index] += 1
+                return gm.forward(*inputs)
+
+            return counted
 
         with _fresh_dynamo():
             torch.compile(model, backend=backend)(*args, **kwargs)
             reasons = tuple(_located(r) for r in torch._dynamo.utils.graph_break_reasons if r.graph_break)
-        report = Report.merge(graphs, reasons, len(graphs))
+        report = Report.merge([graph.times(runs[i]) for i, graph in enumerate(graphs)], reasons, len(graphs))
         report = dataclasses.replace(report, settings=settings.to_dict())
         check_expected(report, settings)
         return report

@@ -133,7 +133,8 @@ class Report:
         rewritten = self.rewritten
         found = [f"{kind} {rewritten[kind]}/{n}" for kind, n in self.counts.items() if n]
         text = ", ".join(found) + " rewritten" if found else "nothing recognised"
-        return f"{text}, {len(self.misses)} near misses (gate={self.settings.get('gate')}, target={self.target})"
+        target = f", target={self.target}" if self.target else ""
+        return f"{text}, {len(self.misses)} near misses (gate={self.settings.get('gate')}{target})"
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -147,9 +148,9 @@ class Report:
 
     def _tables(self) -> list[Any]:
         rewritten = self.rewritten
-        summary = _table(
-            f"portable_ops: {self.graphs} graph(s), target {self.target}", "kind", "recognised", "rewritten", "variants"
-        )
+        target = f", target {self.target}" if self.target else ""
+        title = f"portable_ops: {self.graphs} graph(s){target}"
+        summary = _table(title, "kind", "recognised", "rewritten", "variants")
         for kind, count in self.counts.items():
             variants = sorted({s.variant for s in self.sites if s.kind == kind and s.variant})
             summary.add_row(kind, str(count), str(rewritten[kind]), _text(", ".join(variants)))

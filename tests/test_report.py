@@ -296,6 +296,21 @@ def test_explain_lists_graph_breaks_with_their_lines(x: Tensor) -> None:
     assert f"test_report.py:{line}: " in " ".join(str(report).split())
 
 
+def test_explain_counts_a_graph_as_often_as_it_runs(x: Tensor) -> None:
+    norm = Norm()
+
+    def broken(x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = norm(x)
+            print("a side effect")
+        return x
+
+    report = explain(broken, gate="always", expect={"rms_norm": 3})(x)
+    assert report.graphs == 1 and only(report.counts) == only(report.rewritten) == {"rms_norm": 3}
+    with pytest.raises(ExpectationError, match="rms_norm: expected 4, recognised 3"):
+        explain(broken, expect={"rms_norm": 4})(x)
+
+
 def test_explain_generates_no_code(x: Tensor) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("code is generated")
@@ -343,6 +358,8 @@ def test_a_wrong_option_of_explain_is_refused_by_name() -> None:
 def test_explain_with_no_graph_at_all() -> None:
     report = explain(lambda: 3)()
     assert (report.graphs, only(report.counts)) == (0, {})
+    assert str(report).splitlines()[0] == "portable_ops: 0 graph(s)"
+    assert report.one_line() == "nothing recognised, 0 near misses (gate=table)"
     with pytest.raises(ExpectationError):
         explain(lambda: 3, expect={"rms_norm": 1})()
 
@@ -408,6 +425,7 @@ def test_cli_prints_a_table(factories: str, capsys: pytest.CaptureFixture) -> No
     output = capsys.readouterr().out
     assert "portable_ops: 1 graph(s), target sm_90" in output
     assert "rms_norm" in output and "gate=always" in output
+    assert not [line for line in output.splitlines() if line != line.rstrip()]
 
 
 def test_cli_json_and_target(factories: str, capsys: pytest.CaptureFixture) -> None:
