@@ -267,6 +267,17 @@ def test_explain_under_fake_tensor_mode() -> None:
     assert only(report.rewritten) == {"rms_norm": 1, "attention": 1}
 
 
+def test_the_parts_of_a_wrapper_subclass_are_plain_tensors(x: Tensor) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    norm = Norm()
+    report = explain(norm, gate="always")(TwoTensor(x, 2 * x))
+    assert only(report.counts) == only(report.rewritten) == {"rms_norm": 2}
+    result = torch.compile(norm, backend="portable_ops", options={"portable_ops.gate": "always"})(TwoTensor(x, x + 1))
+    assert isinstance(result, TwoTensor)
+    torch.testing.assert_close((result.a, result.b), (norm(x), norm(x + 1)))
+
+
 def test_explain_in_training(x: Tensor) -> None:
     with torch.enable_grad():
         report = explain(Attention())(x)
