@@ -728,7 +728,7 @@ NEGATIVES: dict[str, tuple[Callable, tuple, str | None]] = {
 @pytest.mark.parametrize(("model", "args", "reason"), NEGATIVES.values(), ids=NEGATIVES)
 def test_something_else(model: Callable, args: tuple, reason: str | None, tracing: ModuleType) -> None:
     with torch.no_grad():
-        traced = tracing.trace(model, *args, gate="always")
+        traced = tracing.trace(model, *args, gate="always", enable=("attention",))
     assert traced.report.counts["attention"] == 0, traced.before
     reasons = [m.reason for m in traced.report.misses if m.kind == "attention"]
     assert reasons == ([] if reason is None else [reason])
