@@ -548,6 +548,14 @@ def test_machine_code_of_sm_90(compile_ahead, name: str) -> None:
     assert ".f64" not in ptx
 
 
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+def test_relu_keeps_nan(compile_ahead, activation: str) -> None:
+    """Which the interpreter cannot tell: it always does."""
+    args = {**CODE["rows, gated"], "activation": activation}
+    (kernel,) = compile_ahead(GATED_LINEAR.plan(**args, target=SM90), args, SM90)
+    assert "max.NaN.f32" in kernel.asm["ptx"]
+
+
 @pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize("name", ["one row, tails", "one row, wide gelu", "rows, three weights", "rows, gated"])
 def test_compiles_ahead_of_time(compile_ahead, arch: str, name: str) -> None:
