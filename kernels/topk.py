@@ -13,6 +13,9 @@ from .launch import IntLike
 from .operator import define_operator
 from .target import Target
 
+_UNORDERED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
+"""The types that torch sorts, but selects nothing from."""
+
 
 def topk_reference(
     x: torch.Tensor, k: IntLike, dim: int = -1, largest: bool = True, sorted: bool = True
@@ -29,7 +32,9 @@ def topk_supports(
     x: torch.Tensor, k: IntLike, dim: int = -1, largest: bool = True, sorted: bool = True, *, target: Target
 ) -> str | None:
     """None, or why ``topk_reference`` of these arguments is not what the operator means."""
-    return "x has no dimension" if x.dim() == 0 else None
+    if x.dim() == 0:
+        return "x has no dimension"
+    return f"x is {x.dtype}, of which torch.topk takes none" if x.dtype in _UNORDERED else None
 
 
 TOPK = define_operator(

@@ -10,7 +10,8 @@ A group-limited router, which picks groups by one top-k and experts inside of th
 Replaces with ``portable_ops::topk``.
 
 Declines, of a sort: when it is stable (top-k promises no order among equal elements); when more than its first k
-elements are read, or other than the first; when a result leaves the graph with the strides of the whole sort.
+elements are read, or other than the first; when the strides of the sort, which top-k does not have, can be seen: a
+result or a view of it leaves the graph, or the sorted tensor is not contiguous.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..kernels.topk import TOPK
@@ -43,6 +45,8 @@ def _match_sort(anchor: fx.Node) -> Match | None:
     if not pieces:
         return None
     if len(pieces) != len(readers):
+        if all(r in pieces or algebra.is_backward(r) for r in readers):
+            raise Unmatched("the gradient of the sort reads all of its indices")
         raise Unmatched("the whole sorted tensor is read as well as a piece of it")
     if any(algebra.argument(p, "start") not in (0, None) or algebra.argument(p, "step") != 1 for p in pieces):
         raise Unmatched("other elements of a sort are taken than the first k")
@@ -52,8 +56,10 @@ def _match_sort(anchor: fx.Node) -> Match | None:
         raise Unmatched("pieces of different sizes are taken from one sort")
     if "stable" in [a.name for a in anchor.target._schema.arguments] and algebra.argument(anchor, "stable"):
         raise Unmatched("the sort is stable: it keeps the order of equal elements, which top-k does not promise")
-    if any(_leaves(p) for p in pieces):
+    if any(_shows_strides(p) for p in pieces):
         raise Unmatched("a piece of a sort is returned from the graph with the strides of the whole")
+    if any(r is not None and algebra.dense_order(val(r)) != tuple(range(val(r).dim())) for r in results):
+        raise Unmatched("the sort is of a tensor that is not contiguous and has its strides")
     k = sizes[0]
     if not isinstance(k, int):
         raise Unmatched("the number of elements taken from a sort is dynamic")
@@ -72,8 +78,16 @@ def _is_piece(node: fx.Node, dim: int) -> bool:
     return algebra.argument(node, "dim") % val(node).dim() == dim
 
 
-def _leaves(node: fx.Node) -> bool:
-    return any(u.op == "output" or (algebra.is_alias(u) and _leaves(u)) for u in node.users)
+def _shows_strides(node: fx.Node) -> bool:
+    """Whether ``node`` or a view of it is returned from the graph, or is read by its strides."""
+    views = (u for u in node.users if algebra.is_alias(u) or u.target is operator.getitem or _is_view(u))
+    return any(u.op == "output" for u in node.users) or any(
+        algebra.is_op(u, aten.as_strided) or _shows_strides(u) for u in views
+    )
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
 def _build(anchor: fx.Node, args: dict[str, Any], outputs: list[fx.Node | None]) -> Match | None:

@@ -191,6 +191,7 @@ WHOLE = "the whole sorted tensor is read as well as a piece of it"
 OTHERS = "other elements of a sort are taken than the first k"
 STABLE = "the sort is stable: it keeps the order of equal elements, which top-k does not promise"
 SIZES = "pieces of different sizes are taken from one sort"
+STRIDED = "the sort is of a tensor that is not contiguous and has its strides"
 RETURNED = "a piece of a sort is returned from the graph with the strides of the whole"
 
 NEAR_MISSES: dict[str, tuple[Callable, str]] = {
@@ -207,6 +208,12 @@ NEAR_MISSES: dict[str, tuple[Callable, str]] = {
     "stable argsort": (lambda x: torch.argsort(x, dim=-1, descending=True, stable=True)[..., :3] + 1, STABLE),
     "returned": (lambda x: x.sort(-1)[0][..., :3], RETURNED),
     "indices returned": (lambda x: x.argsort(-1, descending=True)[..., :3], RETURNED),
+    "returned transposed": (lambda x: x.sort(-1)[0][..., :3].transpose(0, 1), RETURNED),
+    "a piece of it returned": (lambda x: x.sort(-1)[0][..., :4][..., :3], RETURNED),
+    "a part of a split of it returned": (lambda x: x.sort(-1)[0][..., :4].split(2, -1)[0], RETURNED),
+    "read by its strides": (lambda x: x.sort(-1)[0][..., :3].as_strided((2, 2), (1, 2)) + 1, RETURNED),
+    "transposed": (lambda x: x.transpose(1, 2).sort(-1)[0][..., :3] + 1, STRIDED),
+    "transposed, and viewed": (lambda x: x[0].t().sort(-1)[0][..., :2].t().view(-1) + 1, STRIDED),
 }
 
 
@@ -390,3 +397,22 @@ def test_what_the_operator_refuses() -> None:
     target = named_target("sm_90")
     assert TOPK.supports(distinct(3, 5), 2, target=target) is None
     assert TOPK.supports(torch.tensor(1.0), 1, target=target) == "x has no dimension"
+    refused = "x is torch.bool, of which torch.topk takes none"
+    assert TOPK.supports(distinct(3, 5) > 0, 2, target=target) == refused
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint16])
+def test_a_sort_of_what_top_k_does_not_take(dtype: torch.dtype, tracing: ModuleType) -> None:
+    def model(x: Tensor) -> Tensor:
+        return x.argsort(-1, descending=True)[..., :3].sort(-1)[0]
+
+    x = distinct(3, 8).remainder(2).to(dtype)
+    found = traced(tracing, model, x)
+    (site,) = found.report.sites
+    assert (site.decision, site.reason) == ("declined", f"x is {dtype}, of which torch.topk takes none")
+    torch.testing.assert_close(found.result, model(x))
+
+
+def test_a_gradient_reads_all_indices(tracing: ModuleType) -> None:
+    found = traced(tracing, lambda x: x.sort(-1)[0][..., :3] * 2, distinct(3, 8).requires_grad_(), grad=True)
+    assert reasons(found) == ["the gradient of the sort reads all of its indices"]
