@@ -154,9 +154,20 @@ def strip_upcast(x: Any) -> Any:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether two nodes are one value: the same node, or equal casts of it."""
+    """Whether two nodes are one value: the same node, or equal casts and pieces of it (``x[..., 0]`` written twice)."""
     a, b = strip_aliases(a), strip_aliases(b)
-    return a is b or (dtype_of(a) == dtype_of(b) and strip_upcast(a) is strip_upcast(b) is not None)
+    if a is b:
+        return True
+    wide = dtype_of(a) == dtype_of(b)
+    a, b = strip_upcast(a), strip_upcast(b)
+    return wide and a is not None and (a is b or _same_piece(a, b))
+
+
+def _same_piece(a: Any, b: Any) -> bool:
+    """Whether two nodes take the same piece or view of one value."""
+    if not is_op(a, *_PIECES) or not is_op(b, *_PIECES) or a.target is not b.target or a.kwargs != b.kwargs:
+        return False
+    return a.args[1:] == b.args[1:] and (same_value(a.args[0], b.args[0]) or _same_piece(a.args[0], b.args[0]))
 
 
 # --------------------------------------------------------------------------- scalars
@@ -606,6 +617,7 @@ def _joined_lanes(parts: Sequence[Lanes], axis: int, stacked: bool) -> Lanes | N
 
 
 _SPLITS = (aten.split, aten.split_with_sizes, aten.unbind, aten.chunk)
+_PIECES = (aten.slice, aten.select, operator.getitem, *_SPLITS, *RESHAPES, *PERMUTES, aten.expand)
 
 
 def lane_source(x: Any) -> fx.Node | None:
@@ -706,11 +718,20 @@ def _gelu(x: float, approximate: str = "none") -> float:
 
 
 def logistic(x: float) -> float:
-    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+    return 0.0 if x <= -700 else 1 / (1 + math.exp(-x))
 
 
 def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
+    return math.inf if x >= 700 else math.exp(x)
+
+
+def _greater(x: float, y: float) -> float:
+    """The greater number; NaN if one of them is NaN, which Python's ``max`` may drop."""
+    return x if x > y or x != x else y
+
+
+def _smaller(x: float, y: float) -> float:
+    return x if x < y or x != x else y
 
 
 def _clamp(x: float, low: float | None = None, high: float | None = None) -> float:
@@ -747,10 +768,10 @@ _SCALAR_FUNCTIONS = {
     aten.gelu: _gelu,
     aten.clamp: _clamp,
     aten.hardtanh: lambda x, low=-1.0, high=1.0: _clamp(x, low, high),
-    aten.clamp_min: max,
-    aten.clamp_max: min,
-    aten.maximum: max,
-    aten.minimum: min,
+    aten.clamp_min: _greater,
+    aten.clamp_max: _smaller,
+    aten.maximum: _greater,
+    aten.minimum: _smaller,
     aten.gt: lambda x, y: x > y,
     aten.ge: lambda x, y: x >= y,
     aten.lt: lambda x, y: x < y,
@@ -761,6 +782,9 @@ _SCALAR_FUNCTIONS = {
     prims.convert_element_type: lambda x, _: x,
 }
 """What elementwise ATen ops do to numbers; numbers and not tensors, since graphs are matched under fake modes."""
+
+_COMPARISONS = (aten.gt, aten.ge, aten.lt, aten.le)
+"""The functions above that may make booleans: of those, sums and casts are something else than of numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -843,6 +867,8 @@ def _elementwise_operands(node: fx.Node, shape: Sequence[Any]) -> list[fx.Node] 
         return None
     if is_op(node, aten._to_copy) and not is_cast(node):
         return None
+    if dtype_of(node) == torch.bool and not is_op(node, *_COMPARISONS):
+        return None
     if set(node.kwargs) - {"alpha", "value", "approximate"} and not is_op(node, aten._to_copy, aten.clone):
         return None
     operands = []
@@ -874,7 +900,9 @@ class Activation:
 
 
 _PROBES = tuple(
-    s * v for v in (1e-3, 0.11, 0.5, 1.0, 1.7, 2.6, 3.3, 5.1, 6.5, 9.2, 15.0, 40.0, 300.0, 1e4, 1e9) for s in (-1, 1)
+    s * v
+    for v in (1e-7, 1e-3, 0.11, 0.5, 1.0, 1.7, 2.6, 3.3, 5.1, 6.5, 9.2, 15.0, 40.0, 300.0, 1e4, 1e9)
+    for s in (-1, 1)
 )
 _LARGE = 1e4
 _NONLINEAR = (
@@ -944,11 +972,15 @@ def _rounded(number: float) -> float:
 
 
 def _agree(f: Any, g: Any) -> bool:
+    """Whether two functions agree to single precision where they are small as well, and are NaN at NaN.
+
+    Differences of large numbers, as in ``x - x * sigmoid(-x)``, have lost digits of ``x`` in double precision too.
+    """
     for v in _PROBES:
         a, b = f(v), g(v)
-        if not abs(a - b) <= 1e-7 * max(abs(b), min(abs(v), 1.0)):  # false for NaN
+        if not abs(a - b) <= 1e-7 * abs(b) + 1e-14 * abs(v):  # false for NaN
             return False
-    return True
+    return math.isnan(f(math.nan)) and math.isnan(g(math.nan))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1003,6 +1035,8 @@ def _limits(x: Any) -> tuple[fx.Node, float, float] | None:
     most = math.inf if high is None else scalar(high)
     if least is None or most is None or least > most:
         return None
+    if not same_shape(x.args[0].meta["val"].shape, x.meta["val"].shape):
+        return None  # the limit has a shape of its own
     return strip_aliases(x.args[0]), least, most
 
 

@@ -332,6 +332,8 @@ def _by_complex_product(anchor: fx.Node) -> _Turned | None:
             continue
         if not algebra.same_shape(val(z).shape, val(anchor).shape):
             continue
+        if not val(cis).dtype.is_complex or not val(cis).dim():
+            continue  # a scale, or one angle for all
         real = _only_reader(anchor)
         if not algebra.is_op(real, aten.view_as_real):
             raise Unmatched("the complex product is used as such: it is not turned back into pairs of real numbers")

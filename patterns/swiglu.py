@@ -61,6 +61,8 @@ def _explain_unknown(product: fx.Node) -> None:
     for factor, other in algebra.commuted(product):
         for form in algebra.nonlinear_forms(factor):
             if algebra.same_projected(form.source, other):
+                if _peeled(factor) is None:
+                    raise Unmatched("the gate is rounded on its way to the product, to a type that holds other numbers")
                 if form.loses_precision():
                     raise Unmatched("the gate's activation rounds to a shorter type than its argument has")
                 raise Unmatched(f"the gate's activation is none of {', '.join(ACTIVATIONS)}")
@@ -115,13 +117,15 @@ class _Peeled:
 
 
 def _peeled(x: Any) -> _Peeled | None:
-    """``x`` taken apart, the outermost view first; None if it is rounded twice."""
+    """``x`` taken apart, the outermost view first; None if it is rounded twice, or to whole numbers."""
     moves: list[fx.Node] = []
     rounded: fx.Node | None = None
     while True:
         x = algebra.strip_aliases(x)
         if algebra.is_cast(x):
             inner, outer = algebra.dtype_of(x.args[0]), algebra.dtype_of(x)
+            if not (inner.is_floating_point and outer.is_floating_point):
+                return None
             if not algebra.holds(outer, inner):
                 if rounded is not None or not algebra.holds(inner, outer):
                     return None
@@ -276,7 +280,8 @@ def _up(x: fx.Node) -> _Up:
     x = algebra.strip_upcast(x)
     shifted = algebra.plus_scalar(x)
     offset = 0.0
-    if shifted is not None and isinstance(shifted[1], float) and val(shifted[0]).dtype == val(x).dtype:
+    same = shifted is not None and algebra.same_shape(val(shifted[0]).shape, val(x).shape)  # not ones of more rows
+    if same and isinstance(shifted[1], float) and val(shifted[0]).dtype == val(x).dtype:
         x, offset = algebra.strip_aliases(shifted[0]), shifted[1]
     limits = algebra.clamped(x)
     return _Up(x, offset=offset) if limits is None else _Up(limits.source, limits.low, limits.high, offset)

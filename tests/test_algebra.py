@@ -429,3 +429,31 @@ def test_bounds_round_as_the_types_do() -> None:
             rounded = torch.tensor(number, dtype=F64).to(dtype).item()
             found = algebra.Bounds(number, number).within(dtype)
             assert found.low == found.high == rounded
+
+
+# ------------------------------------------------------------------------------------------------------ equal pieces
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        (lambda t: t[..., :2], lambda t: t[..., :2], True),
+        (lambda t: t[..., 0].float(), lambda t: t[..., 0].float(), True),
+        (lambda t: t.split(2, -1)[1], lambda t: t.split(2, -1)[1], True),
+        (lambda t: t.unflatten(-1, (2, 2))[..., 0], lambda t: t.unflatten(-1, (2, 2))[..., 0], True),
+        (lambda t: t[..., :2], lambda t: t[..., 2:], False),
+        (lambda t: t[:2, :2], lambda t: t[1:, :2], False),
+        (lambda t: t.split(2, -1)[1], lambda t: t.split(2, -1)[0], False),
+        (lambda t: t[..., :2].float(), lambda t: t[..., :2].double(), False),
+        (lambda t: t[..., :2].exp(), lambda t: t[..., :2].exp(), False),
+    ],
+)
+def test_pieces_that_are_taken_twice(a: Callable, b: Callable, same: bool) -> None:
+    (first, second), _ = traced(lambda t: (a(t), b(t)), x(3, 4, dtype=BF16))
+    assert first is not second
+    assert algebra.same_value(first, second) == same
+
+
+def test_a_limit_with_a_shape_of_its_own() -> None:
+    node, _ = traced(lambda t: torch.maximum(t, torch.zeros(3, 1)), x(4))
+    assert algebra.clamped(node) is None

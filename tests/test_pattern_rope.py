@@ -171,6 +171,16 @@ PARTS: dict[str, tuple[Callable, tuple[str, str]]] = {
         lambda x, c, s: torch.stack(by_parts(*x.unflatten(-1, (-1, 2)).unbind(-1), c, s), -1).reshape(x.shape),
         ("interleaved", "interleaved"),
     ),
+    "each half sliced twice": (
+        lambda x, c, s: torch.cat((x[..., :8] * c - x[..., 8:] * s, x[..., 8:] * c + x[..., :8] * s), -1),
+        ("half", "half"),
+    ),
+    "gpt-fast: neighbours of a view, each read twice": (
+        lambda x, c, s: (
+            lambda v: torch.stack((v[..., 0] * c - v[..., 1] * s, v[..., 1] * c + v[..., 0] * s), -1).flatten(3)
+        )(x.reshape(*x.shape[:-1], -1, 2)),
+        ("interleaved", "interleaved"),
+    ),
     "commuted": (
         lambda x, c, s: (lambda u, v: torch.cat((c * u - s * v, s * u + c * v), -1))(*x.chunk(2, -1)),
         ("half", "half"),
@@ -755,6 +765,16 @@ NEAR_MISSES: dict[str, tuple[Callable, str]] = {
         halves_join(lambda u, v, y, c, s: (u * c - v * s, v * c + u * (s + 1))),
         TWO_TABLES,
     ),
+    "parts: two pieces of one sine": (
+        lambda x, y, cos, sin: torch.cat(
+            (
+                x[..., :8] * cos[:, None, :, :8] - x[..., 8:] * sin[:, None, :, :8],
+                x[..., 8:] * cos[:, None, :, :8] + x[..., :8] * sin[:, None, :, 4:12],
+            ),
+            -1,
+        ),
+        TWO_TABLES,
+    ),
     "parts: one cast": (
         halves_join(lambda u, v, y, c, s: (lambda a, b: (a.to(BF16), b))(*by_parts(u.float(), v.float(), c, s))),
         "only one of the two halves is cast",
@@ -791,6 +811,12 @@ UNRELATED: dict[str, Callable] = {
     ),
     "join of sums": lambda x, y, cos, sin: torch.cat((x * y + y * x, x * x + y * y), -1),
     "complex product": lambda x, y, cos, sin: torch.complex(x.float(), y.float()) * 2,
+    "complex numbers scaled": lambda x, y, cos, sin: torch.view_as_real(
+        torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * cos[:, None, :, : D // 2].float()
+    ).flatten(-2),
+    "complex numbers turned by one angle": lambda x, y, cos, sin: torch.view_as_real(
+        torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * torch.complex(cos.float(), sin.float())[0, 0, 0]
+    ).flatten(-2),
     "one product": lambda x, y, cos, sin: rotate_half(x) * sin[:, None],
 }
 

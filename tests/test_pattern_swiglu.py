@@ -89,8 +89,8 @@ SPELLINGS: dict[str, list[Callable[[Tensor], Tensor]]] = {
         nn.ReLU(),
         lambda x: x.clamp(min=0),
         lambda x: torch.clamp_min(x, 0.0),
-        lambda x: torch.where(x > 0, x, 0.0),
         lambda x: torch.maximum(x, torch.zeros((), dtype=x.dtype)),
+        lambda x: torch.maximum(torch.zeros((), dtype=x.dtype), x),
         lambda x: 0.5 * (x + x.abs()) + 0.0 * F.relu(x),
     ],
     "relu2": [
@@ -303,6 +303,16 @@ def test_a_limit_that_varies_stays_outside(tracing: ModuleType) -> None:
     found = traced(tracing, model, *args)
     assert gated(found.report) == ["silu"] and "aten.minimum" in found.after
     tracing.assert_as_good_as_eager(found.result, model, *args)
+
+
+def test_an_offset_of_more_rows_stays_outside(tracing: ModuleType) -> None:
+    def model(g: Tensor, u: Tensor) -> Tensor:
+        return F.silu(g) * (u + torch.ones(4, 1))
+
+    g, u = tensor(4, 8, dtype=F32), tensor(8, dtype=F32, seed=1)
+    found = traced(tracing, model, g, u)
+    assert the_site(found.report).bound["up_offset"] == "0.0"
+    tracing.assert_as_good_as_eager(found.result, model, g, u)
 
 
 def test_a_product_grouped_the_other_way(tracing: ModuleType) -> None:
@@ -760,12 +770,44 @@ def shifted_silu(x: Tensor, w: Tensor) -> Tensor:
     return g / (2 + torch.exp(-g)) * F.linear(x, w + 1)
 
 
+def relu_without_nan(x: Tensor, w: Tensor) -> Tensor:
+    g = F.linear(x, w)
+    return torch.where(g > 0, g, 0.0) * F.linear(x, w + 1)
+
+
+def threshold(x: Tensor, w: Tensor) -> Tensor:
+    return F.threshold(F.linear(x, w), 5e-4, 0.0) * F.linear(x, w + 1)
+
+
+def sigmoid_and_a_little(x: Tensor, w: Tensor) -> Tensor:
+    return (torch.sigmoid(F.linear(x, w)) + 1e-8) * F.linear(x, w + 1)
+
+
+def relu_where_it_is_not_zero(x: Tensor, w: Tensor) -> Tensor:
+    g = F.relu(F.linear(x, w))
+    return (g * g.bool()) * F.linear(x, w + 1)  # looks like relu(g)^2 if a cast to bool is taken for one that rounds
+
+
+def all_but_infinite_gates(x: Tensor, w: Tensor) -> Tensor:
+    g = F.linear(x, w)
+    return (g * torch.sigmoid(g).bool()) * F.linear(x, w + 1)
+
+
+def rounded_twice(x: Tensor, w: Tensor) -> Tensor:
+    return F.silu(F.linear(x, w)).half().bfloat16() * F.linear(x, w + 1)
+
+
+def quantised(x: Tensor, w: Tensor) -> Tensor:
+    return (F.silu(F.linear(x, w)) * 16).to(torch.int8).to(x.dtype) * F.linear(x, w + 1)
+
+
 def rounded_inside(x: Tensor, w: Tensor) -> Tensor:
     g, u = x.float() @ w.float(), x.float() @ (w + 1).float()
     return (g * torch.sigmoid(g).bfloat16().float()) * u
 
 
 BROADCAST = "the gate is broadcast: it scales whole rows or channels, as in squeeze-and-excitation"
+ROUNDED = "the gate is rounded on its way to the product, to a type that holds other numbers"
 UNKNOWN = f"the gate's activation is none of {', '.join(ACTIVATIONS)}"
 
 
@@ -795,6 +837,11 @@ NEGATIVES: list[tuple[Callable, str]] = [
     (leaky_gate, UNKNOWN),
     (gelu_with_a_constant_of_its_own, UNKNOWN),
     (shifted_silu, UNKNOWN),
+    (relu_without_nan, UNKNOWN),
+    (threshold, UNKNOWN),
+    (sigmoid_and_a_little, UNKNOWN),
+    (rounded_twice, ROUNDED),
+    (quantised, ROUNDED),
     (rounded_inside, "the gate's activation rounds to a shorter type than its argument has"),
 ]
 
@@ -809,6 +856,8 @@ def test_near_misses_are_declined_with_their_reason(model: Callable, reason: str
 
 
 PLAIN: dict[str, Callable] = {
+    "a function of booleans": relu_where_it_is_not_zero,
+    "a function of booleans, of a sigmoid": all_but_infinite_gates,
     "an activation alone": lambda x, w: F.silu(F.linear(x, w)),
     "quick gelu alone": lambda x, w: x * torch.sigmoid(1.702 * x),
     "gelu alone": lambda x, w: F.gelu(F.linear(x, w), approximate="tanh"),
