@@ -11,5 +11,5 @@ FOLDERS = ("kernels", "patterns", "inductor_ext")
 setup(
     packages=[f"portable_ops.{name}" for name in FOLDERS],
     package_dir={f"portable_ops.{name}": name for name in FOLDERS},
-    package_data={"portable_ops.inductor_ext": ["gate_tables/*.json"]},
+    package_data={"portable_ops.inductor_ext": ["gate_tables/*.json", "templates/*"]},
 )

@@ -14,10 +14,12 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from ..patterns.attention import LOWERED_ATTENTION_PATTERN
+from . import inductor_compat as inductor
 from . import lowering  # noqa: F401  (teaches Inductor our operators)
 from .graphs import graph_device, input_device
 from .inductor_compat import EmbedReport
 from .pin import Unpinned, pin
+from .record import Recording, active, recording
 from .report import Report, Site, collecting, finish, short_source, take_payload, versions
 from .rewrite import RewritePass, cache_key, chain, decision_target, joined_uuid
 from .settings import Settings, split_options
@@ -59,8 +61,22 @@ def compile_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any], settings: Settings
 ) -> Callable[..., Any]:
     """Pin, compile with Inductor, report."""
+    if settings.dump is not None:
+        return _dumped(gm, example_inputs, patches, settings)
+    compiled, report = _compiled(gm, example_inputs, patches, settings)
+    check_expected(report, settings)
+    finish(report)
+    return compiled
+
+
+def _compiled(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any], settings: Settings
+) -> tuple[Callable[..., Any], Report]:
     key = _graph_key(gm, example_inputs, settings)
     unpinned = pin(gm, decision_target(settings, input_device(example_inputs)))
+    kept = active()
+    if kept is not None:
+        kept.keep("pinned", gm.graph)
     with collecting() as collection:
         compiled = compile_fx(gm, example_inputs, config_patches={**patches, **hooks(settings, patches)})
     parts = collection.reports
@@ -70,6 +86,26 @@ def compile_graph(
     _known[key] = report
     if len(_known) > _MOST_KNOWN:
         _known.pop(next(iter(_known)))
+    return compiled, report
+
+
+def _dumped(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any], settings: Settings
+) -> Callable[..., Any]:
+    """Compile past the caches, which would bring no graphs, and add the graph to the dump even if it fails."""
+    from . import dump
+
+    kept = Recording()
+    kept.keep("dynamo", gm.graph)
+    try:
+        with recording(kept), inductor.generated_code(kept.code.append):
+            compiled, kept.report = _compiled(gm, example_inputs, {**patches, "force_disable_caches": True}, settings)
+    except Exception as error:
+        kept.error = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        dump.add(kept, settings)
+    report = dataclasses.replace(kept.report, recordings=(kept,))
     check_expected(report, settings)
     finish(report)
     return compiled

@@ -1,4 +1,4 @@
-"""The command line: ``portable-ops explain my_module:make_model``."""
+"""The command line: ``portable-ops explain my_module:make_model``, ``dump``, ``diff``, ``repro`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from .backend import ExpectationError
+from .dump import dump
 from .explain import explain
-from .settings import GATES, SettingError, Settings
+from .page import MissingExtra, check_installed
+from .settings import GATES, SettingError, Settings, folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,19 +26,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="portable-ops", description="What portable_ops does to a model, and why.")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("explain", help="trace a model and say what matches, what is rewritten and why not")
-    command.add_argument(
-        "factory",
-        help="MODULE:FUNCTION; the function returns a model and its example inputs (a tuple or a dict)",
-    )
-    command.add_argument("--target", help="decide for this architecture (sm_90, gfx942); default: this GPU, else sm_90")
-    command.add_argument("--gate", choices=GATES, help="who decides whether a match pays (default: table)")
-    command.add_argument("--expect", help="least numbers of recognised subgraphs, like rms_norm=65,attention=32")
-    command.add_argument("--training", action="store_true", help="trace with gradients (default: inference)")
+    _model_arguments(command)
     command.add_argument("--json", action="store_true", help="print the report as JSON")
+    command.set_defaults(run=_explain)
+    command = commands.add_parser("dump", help="the same as a folder with graphs and a page that shows them")
+    _model_arguments(command)
+    command.add_argument("--out", required=True, metavar="DIR", help="the folder to write; an earlier dump is replaced")
+    command.set_defaults(run=_dump)
     arguments = parser.parse_args(argv)
     try:
-        return _explain(arguments)
-    except (SettingError, _BadFactory) as error:
+        return arguments.run(arguments)
+    except (SettingError, _BadFactory, MissingExtra) as error:
         print(f"portable-ops: {error}", file=sys.stderr)
         return 2
     except ExpectationError as error:
@@ -42,13 +44,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _model_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "factory",
+        help="MODULE:FUNCTION; the function returns a model, or a torch.export program, and its example inputs "
+        "(a tuple or a dict)",
+    )
+    command.add_argument("--target", help="decide for this architecture (sm_90, gfx942); default: this GPU, else sm_90")
+    command.add_argument("--gate", choices=GATES, help="who decides whether a match pays (default: table)")
+    command.add_argument("--expect", help="least numbers of recognised subgraphs, like rms_norm=65,attention=32")
+    command.add_argument("--training", action="store_true", help="trace with gradients (default: inference)")
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    options = {name: getattr(arguments, name) for name in ("target", "gate", "expect") if getattr(arguments, name)}
+    Settings.read(options)  # a wrong setting is refused before the model is built
+    return options
+
+
 class _BadFactory(Exception):
     """The factory cannot be found or returns something else than a model and its inputs."""
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    options = {name: getattr(arguments, name) for name in ("target", "gate", "expect") if getattr(arguments, name)}
-    Settings.read(options)  # a wrong setting is refused before the model is built
+    options = _options(arguments)
     model, args, kwargs = _load(arguments.factory)
     with torch.set_grad_enabled(arguments.training):
         report = explain(model, **options)(*args, **kwargs)
@@ -60,6 +79,25 @@ def _explain(arguments: argparse.Namespace) -> int:
         Console().print(report)
     else:
         print(report)  # a console would fill lines up with blanks
+    return 0
+
+
+def _dump(arguments: argparse.Namespace) -> int:
+    options = _options(arguments)
+    check_installed()
+    folder("--out", arguments.out)
+    model, args, kwargs = _load(arguments.factory)
+    run = dump(model, arguments.out, name=arguments.factory, **options)
+    with torch.set_grad_enabled(arguments.training):
+        try:
+            report = run(*args, **kwargs)
+        except ExpectationError:
+            raise
+        except Exception:
+            traceback.print_exc()
+            print(f"portable-ops: the model failed; {Path(arguments.out, 'index.html')} has what was found until then")
+            return 1
+    print(f"{report.one_line()}\n{Path(arguments.out, 'index.html')}")
     return 0
 
 

@@ -75,6 +75,13 @@ def decide(match: Match, target: Target, settings: Settings, *, training: bool, 
     return look_up(match.operator.name, values, match.bound, target)
 
 
+def features(match: Match) -> dict[str, Any]:
+    """What the gate's table is asked about ``match``, symbolic sizes as text."""
+    describe = _features.get(match.operator.name)
+    found = describe(match.values(), match.bound) if describe is not None else {}
+    return {name: value if isinstance(value, str | bool | int | float) else str(value) for name, value in found.items()}
+
+
 def look_up(name: str, values: Mapping[str, Any], bound: Mapping[str, Any], target: Target) -> Verdict:
     """The verdict of the measured table of ``target`` on a call of operator ``name``."""
     features = _features[name](values, bound) if name in _features else {}

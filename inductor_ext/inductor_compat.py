@@ -8,6 +8,7 @@ internal                               differences between the versions
 ``ir.UserDefinedTritonKernel``         2.14 also wants ``launch_kwargs``
 mutation analysis of a kernel          2.11: ``identify_mutated_tensors``; from 2.12: ``identify_accessed_tensors``
 ``_post_fusion_custom_pass``           2.11: any callable; from 2.13: a ``CustomSchedulerPass``
+``GraphLowering.save_output_code``     2.11 to 2.15: None, or called with the code of every wrapper
 =====================================  =====================================================================
 """
 
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor import config, custom_graph_pass, ir, lowering
-from torch._inductor.graph import SubgraphLowering
+from torch._inductor.graph import GraphLowering, SubgraphLowering
 from torch._inductor.virtualized import V
 
 from ..kernels.launch import Buffer, IntLike, Launch, triton
@@ -137,6 +138,27 @@ _LAUNCH_KWARGS = (
     if "launch_kwargs" in inspect.signature(ir.UserDefinedTritonKernel.__init__).parameters
     else {}
 )
+
+
+@contextlib.contextmanager
+def generated_code(keep: Callable[[str], None]) -> Iterator[None]:
+    """Give ``keep`` the source of every wrapper that this thread generates inside the block.
+
+    The hook is the one that ``torch._inductor.utils.run_and_get_code`` uses; whoever is in it already is still called.
+    """
+    before, thread = GraphLowering.save_output_code, threading.get_ident()
+
+    def save(code: str) -> None:
+        if threading.get_ident() == thread:
+            keep(code)
+        if before is not None:
+            before(code)
+
+    GraphLowering.save_output_code = save
+    try:
+        yield
+    finally:
+        GraphLowering.save_output_code = before
 
 
 class EmbedReport(getattr(custom_graph_pass, "CustomSchedulerPass", object)):

@@ -14,11 +14,13 @@ import re
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..patterns import KINDS, Miss
+from .record import Recording
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class Report:
 
     ``sites``: recognised subgraphs.  ``misses``: candidates that were not the pattern, each with the first
     condition that failed.  ``graph_breaks``: Dynamo's reasons with the user's line, one for each break.
+    ``recordings``: the graphs themselves, where they were wanted (``explain``, ``portable_ops.dump``).
     """
 
     sites: tuple[Site, ...] = ()
@@ -56,6 +59,7 @@ class Report:
     target: str = ""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     graphs: int = 1
+    recordings: tuple[Recording, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -126,7 +130,18 @@ class Report:
             misses=tuple(m for r in reports for m in r.misses),
             graph_breaks=graph_breaks or tuple(b for r in reports for b in r.graph_breaks),
             graphs=graphs if graphs is not None else reports[0].graphs,
+            recordings=tuple(recording for r in reports for recording in r.recordings),
         )
+
+    def save(self, folder: str | os.PathLike[str], model: str = "") -> Path:
+        """Write a dump into ``folder``: graphs, generated code, this report as JSON and a page; returns the page.
+
+        ``model``: how the page calls what was compiled.  A report that came without its graphs (of a compilation
+        without ``portable_ops.dump``) is saved without them.
+        """
+        from .dump import save
+
+        return save(self, Path(folder), model=model)
 
     def one_line(self) -> str:
         """``rms_norm 0/65, attention 32/32 rewritten (...)``: rewritten of recognised, for each kind found."""

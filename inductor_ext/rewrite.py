@@ -26,7 +26,7 @@ from ..kernels.target import DEFAULT_ARCH, Target, device_target, named_target
 from ..patterns import PATTERNS, Match, Miss, Pattern, Recognised, Unmatched
 from ..patterns.algebra import is_training_graph
 from ..patterns.match import source_line
-from . import gate
+from . import gate, record
 from .graphs import graph_device, region_calls
 from .lowering import registered_operators
 from .pin import unpin
@@ -100,8 +100,12 @@ class _Rewriting:
         self.taken = 0
         self.erased: set[fx.Node] = set()
         self.traced: dict[Any, fx.Graph] = {}
+        self.recording = record.active()
+        self.before = 0
 
     def run(self) -> Report:
+        if self.recording is not None:
+            self.before = self.recording.keep("joint", self.graph)
         for last in (False, True):
             patterns = [p for p in _patterns if p.last == last]
             for node in list(self.graph.nodes):
@@ -110,6 +114,8 @@ class _Rewriting:
                 for pattern in patterns:
                     if node not in self.erased and pattern.anchors(node):
                         self._try(pattern, node)
+        if self.recording is not None:
+            self.recording.keep("rewritten", self.graph)
         return Report(
             sites=tuple(self.sites),
             misses=tuple(self.misses),
@@ -127,27 +133,42 @@ class _Rewriting:
             self._decide(found)
         elif isinstance(found, Recognised):
             bound = {k: str(v) for k, v in found.bound.items()}
-            self.sites.append(Site(found.kind, found.pattern, "declined", found.reason, found.source, bound=bound))
+            site = Site(found.kind, found.pattern, "declined", found.reason, found.source, bound=bound)
+            self._add(site, self._mark(found))
         elif found is not None:
             self.misses.append(found)
+            if self.recording is not None:
+                self.recording.misses.append(record.Mark(self.before, found.anchor))
         if node not in self.erased and node.target is ATTENTION.op:
             unpin(node, self.traced)
             self.erased.add(node)
 
     def _decide(self, match: Match) -> None:
-        site = self._decided(match)
+        site, mark = self._decided(match)
         if site.decision == "declined" and match.instead is not None:
-            smaller = self._decided(match.instead)
-            site = smaller if smaller.decision == "rewritten" else site
-        self.sites.append(site)
+            smaller, its_mark = self._decided(match.instead)
+            if smaller.decision == "rewritten":
+                site, mark = smaller, its_mark
+        self._add(site, mark)
 
-    def _decided(self, match: Match) -> Site:
+    def _add(self, site: Site, mark: record.Mark | None) -> None:
+        self.sites.append(site)
+        if self.recording is not None:
+            self.recording.sites.append(mark)
+
+    def _mark(self, found: Match | Recognised) -> record.Mark | None:
+        """Where ``found`` stands, if somebody wants to know."""
+        return None if self.recording is None else self.recording.mark_site(self.before, found, self.target)
+
+    def _decided(self, match: Match) -> tuple[Site, record.Mark | None]:
+        mark = self._mark(match)
         verdict = gate.decide(match, self.target, self.settings, training=self.training, taken=self.taken)
         variant = ""
         if verdict.take:
             variant = self._variant(match)
             try:
-                match.replace()
+                call = match.replace()
+                mark = mark and dataclasses.replace(mark, operator=match.operator.name, replacement=call.name)
             except Unmatched as reason:
                 verdict, variant = gate.Verdict(False, str(reason)), ""
         if verdict.take:
@@ -155,7 +176,7 @@ class _Rewriting:
             self.erased |= _erase_unused(match)
         decision = "rewritten" if verdict.take else "declined"
         bound = {k: str(v) for k, v in match.bound.items()}
-        return Site(match.kind, match.pattern, decision, verdict.reason, match.source, variant, bound)
+        return Site(match.kind, match.pattern, decision, verdict.reason, match.source, variant, bound), mark
 
     def _variant(self, match: Match) -> str:
         """What will run: a kernel variant, or the operator's reference where there is no kernel for the device."""

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ..kernels.target import named_target
@@ -45,6 +46,7 @@ class Settings:
     ``verify``: run stock and rewritten graph on the first call and stay with stock if they differ beyond rounding.
     ``max_rewrites``: rewrite at most this many matches in a graph, in graph order; 0 rewrites nothing.
     ``target``: the architecture that decisions are made for (``sm_90``, ``gfx942``); the device's own by default.
+    ``dump``: a folder for graphs, generated code and a page that shows what matched; compiles anew, past the caches.
     """
 
     enable: tuple[str, ...] = dataclasses.field(default_factory=known_kinds)
@@ -53,6 +55,7 @@ class Settings:
     verify: bool = False
     max_rewrites: int | None = None
     target: str | None = None
+    dump: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "enable": list(self.enable), "expect": dict(self.expect)}
@@ -152,6 +155,15 @@ def _target(name: str, value: Any) -> str:
     return value
 
 
+def folder(name: str, value: Any) -> str:
+    """``value`` as the path of a folder that exists or can be made; SettingError, which names ``name``, otherwise."""
+    if not isinstance(value, str | os.PathLike) or not str(value):
+        raise SettingError(f"{name}: expected a folder, got {value!r}")
+    if Path(value).exists() and not Path(value).is_dir():
+        raise SettingError(f"{name}: {str(value)!r} is a file and not a folder")
+    return str(value)
+
+
 _PARSERS = {
     "enable": _kinds,
     "disable": _kinds,
@@ -160,6 +172,7 @@ _PARSERS = {
     "verify": _flag,
     "max_rewrites": _count,
     "target": _target,
+    "dump": folder,
 }
 
 

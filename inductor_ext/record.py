@@ -1,0 +1,177 @@
+"""What a dump needs to know of a compilation: its graphs before and after each stage, and where its sites stand.
+
+Nothing is recorded unless somebody asks for it with :func:`recording`; then the graphs are written down as they pass
+by, as text and as rows of strings.  Neither holds the value of a tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..kernels.launch import hint
+from ..kernels.target import Target
+from ..patterns import Match
+from ..patterns.match import source_line
+from . import gate
+from .graph_text import input_spec, runnable, type_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One node of a graph.
+
+    ``arguments``: names of nodes.  ``type``: for people, ``spec``: what is needed to make up such a value.  ``path``:
+    the user's module that the node belongs to, ``module`` its class.
+    """
+
+    name: str
+    target: str
+    arguments: tuple[str, ...]
+    type: str
+    path: str
+    module: str
+    source: str
+    spec: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One graph at one point of its way: ``text`` is Python that runs, ``rows`` are its nodes in order."""
+
+    name: str
+    text: str
+    rows: tuple[Row, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """Where a site or a near miss stands in the graphs.
+
+    ``graph``: the position of its graph before the rewrite among the stages of the recording.  ``nodes``: what the
+    match took over, in graph order; ``inputs``: what the operator reads, ``outputs``: what it stands for, by the names
+    of nodes before the rewrite.  ``operator``: what replaces them and ``replacement`` the node that it is afterwards,
+    both empty where nothing was replaced.  ``features``: what the gate was asked about.  ``launches``: the kernels
+    that the plan starts, with their configuration.
+    """
+
+    graph: int
+    anchor: str
+    nodes: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    operator: str = ""
+    replacement: str = ""
+    features: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    launches: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass
+class Recording:
+    """All that was written down about one graph of Dynamo's and the graphs that it became.
+
+    ``sites`` and ``misses`` go with those of the graph's report, in the same order; what the report has more of was
+    never in a graph.  ``code``: what Inductor generated.  ``report``: the graph's report.  ``error``: what ended it.
+    """
+
+    stages: list[Stage] = dataclasses.field(default_factory=list)
+    sites: list[Mark] = dataclasses.field(default_factory=list)
+    misses: list[Mark] = dataclasses.field(default_factory=list)
+    code: list[str] = dataclasses.field(default_factory=list)
+    report: Any = None
+    error: str = ""
+
+    def keep(self, name: str, graph: fx.Graph) -> int:
+        """Write ``graph`` down; returns its position among the stages."""
+        sources: dict[str, str] = {}
+        self.stages.append(Stage(name, runnable(graph, name), tuple(_row(node, sources) for node in graph.nodes)))
+        return len(self.stages) - 1
+
+    def mark_site(self, graph: int, found: Any, target: Target) -> Mark:
+        """Where a Match or a Recognised stands; asked before anything is replaced."""
+        if not isinstance(found, Match):
+            return Mark(graph, found.anchor.name)
+        outputs = [o for o in found.outputs if o is not None]
+        return Mark(
+            graph=graph,
+            anchor=found.anchor.name,
+            nodes=tuple(n.name for n in sorted({*found.inner, *outputs, found.anchor})),
+            inputs=tuple(dict.fromkeys(n.name for n in found.inputs())),
+            outputs=tuple(o.name for o in outputs),
+            features=gate.features(found),
+            launches=_launches(found, target),
+        )
+
+
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def recording(into: Recording | None) -> Iterator[None]:
+    """Record what this thread compiles inside the block; None leaves everything as it is."""
+    outer = active()
+    _local.recording = into if into is not None else outer
+    try:
+        yield
+    finally:
+        _local.recording = outer
+
+
+def active() -> Recording | None:
+    """Where to record, or None: nobody wants a dump."""
+    return getattr(_local, "recording", None)
+
+
+def module_path(stack_entry: str) -> str:
+    """``model.layers.0.mlp`` from Dynamo's ``L['self']._modules['model'].layers.0.mlp``; "" for the model itself."""
+    path = re.sub(r"^L\[[^\]]*\](\[[^\]]*\])*", "", stack_entry)
+    path = re.sub(r"(\._modules|\._buffers|\._parameters)?\[['\"]?([^\]'\"]*)['\"]?\]", r".\2", path)
+    return path.replace("._modules", "").strip(".")
+
+
+def _row(node: fx.Node, sources: dict[str, str]) -> Row:
+    trace = node.meta.get("stack_trace") or ""
+    if trace not in sources:
+        sources[trace] = source_line(node)
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    entry, cls = next(reversed(stack.values())) if stack else ("", "")
+    value = node.meta.get("val", node.meta.get("example_value"))
+    return Row(
+        name=node.name,
+        target=node.op if node.op in ("placeholder", "output") else _target_name(node.target),
+        arguments=tuple(n.name for n in node.all_input_nodes),
+        type=type_text(value),
+        path=module_path(entry) if isinstance(entry, str) else "",
+        module=getattr(cls, "__name__", str(cls).rpartition(".")[2]),
+        source=sources[trace],
+        spec=input_spec(value),
+    )
+
+
+def _target_name(target: Any) -> str:
+    if isinstance(target, str):
+        return target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return getattr(target, "__name__", str(target))
+
+
+def _launches(match: Match, target: Target) -> tuple[str, ...]:
+    """The kernels of the operator's plan on ``target``, or nothing where it has none for this call."""
+    if match.operator.plan is None or match.operator.supports(**match.values(), target=target) is not None:
+        return ()
+    plan = match.operator.plan(**match.values(), target=target)
+    return tuple(
+        f"{getattr(launch.kernel, '__name__', 'kernel')}"
+        f"[grid {' x '.join(str(hint(size)) for size in launch.grid)}, {launch.num_warps} warps, "
+        f"{launch.num_stages} stages] "
+        + ", ".join(f"{name}={value}" for name, value in launch.constexprs.items() if name.isupper())
+        for launch in plan.launches
+    )
