@@ -15,9 +15,12 @@ from typing import Any
 import torch
 
 from .backend import ExpectationError
-from .dump import dump
+from .diff import compare
+from .doctor import examine
+from .dump import BadDump, dump, read
 from .explain import explain
 from .page import MissingExtra, check_installed
+from .repro import reproduction
 from .settings import GATES, SettingError, Settings, folder
 
 
@@ -33,10 +36,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     _model_arguments(command)
     command.add_argument("--out", required=True, metavar="DIR", help="the folder to write; an earlier dump is replaced")
     command.set_defaults(run=_dump)
+    command = commands.add_parser("diff", help="which sites matched in one dump and not in another, and why")
+    command.add_argument("a", metavar="A", help="the folder of a dump")
+    command.add_argument("b", metavar="B", help="the folder of another")
+    command.set_defaults(run=_diff)
+    command = commands.add_parser("repro", help="a pytest file of one site or near miss of a dump")
+    command.add_argument("folder", metavar="DIR", nargs="?", default=".", help="the folder of the dump (default: here)")
+    command.add_argument("--site", type=int, required=True, metavar="N", help="its number, as on the page")
+    command.add_argument("--out", metavar="FILE", help="where to write it (default: print it)")
+    command.set_defaults(run=_repro)
+    command = commands.add_parser("doctor", help="versions, targets, kernel variants, caches and one tiny compilation")
+    command.set_defaults(run=_doctor)
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
-    except (SettingError, _BadFactory, MissingExtra) as error:
+    except (SettingError, _BadFactory, BadDump, MissingExtra) as error:
         print(f"portable-ops: {error}", file=sys.stderr)
         return 2
     except ExpectationError as error:
@@ -99,6 +113,39 @@ def _dump(arguments: argparse.Namespace) -> int:
             return 1
     print(f"{report.one_line()}\n{Path(arguments.out, 'index.html')}")
     return 0
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    """0 where nothing differs, 1 where something does, as diff does."""
+    difference = compare(read(arguments.a), read(arguments.b))
+    print(difference)
+    return 1 if difference else 0
+
+
+def _repro(arguments: argparse.Namespace) -> int:
+    text = reproduction(arguments.folder, read(arguments.folder), arguments.site)
+    if arguments.out:
+        Path(arguments.out).write_text(text)
+        print(f"pytest {arguments.out}")
+    else:
+        print(text)
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    """1 where something is broken; what is merely not there does no harm."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console, part, broken = Console(soft_wrap=True), "", False
+    for finding in examine():
+        if finding.part != part:
+            part = finding.part
+            console.print(Text(f"\n{part}", style="bold"))
+        style = {"ok": "green", "off": "yellow", "broken": "bold red"}[finding.state]
+        console.print(Text.assemble("  ", (f"{finding.state:7}", style), f"{finding.name}: {finding.words}"))
+        broken = broken or finding.state == "broken"
+    return 1 if broken else 0
 
 
 def _load(factory: str) -> tuple[Any, tuple, dict[str, Any]]:

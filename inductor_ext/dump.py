@@ -27,6 +27,7 @@ from . import page
 from .backend import check_expected
 from .explain import Tracing, explain_settings
 from .graph_text import graphviz
+from .hints import hint
 from .record import Mark, Recording, Row
 from .report import Report, short_source
 from .settings import Settings
@@ -36,6 +37,10 @@ FORMAT = 1
 
 _NEIGHBOURS = 60
 """At most so many nodes around a near miss stand in its reproduction."""
+
+
+class BadDump(ValueError):
+    """A folder is no dump, or has no such site."""
 
 
 def dump(model: Callable[..., Any], folder: str | os.PathLike[str], name: str = "", **options: Any) -> Callable:
@@ -215,7 +220,10 @@ def _entries(found: Iterable[Any], marks: list[Mark | None], graph: int, places:
     entries = []
     for position, one in enumerate(found):
         mark = marks[position] if position < len(marks) else None
+        if mark is not None and mark.anchor not in places[mark.graph].rows:
+            mark = None  # of something that the rewrite itself put into the graph
         entry = dataclasses.asdict(one) | {"graph": graph, "source": short_source(one.source), "path": ""}
+        entry["hint"] = hint(one.reason) if getattr(one, "decision", "declined") == "declined" else ""
         if "bound" in entry:
             entry["bound"] = {name: str(value) for name, value in one.bound.items()}
         if mark is not None:
@@ -288,11 +296,11 @@ class _Places:
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The dump.json of a dump.  Raises ValueError, saying what is there instead, for anything else."""
+    """The dump.json of a dump.  Raises BadDump, saying what is there instead, for anything else."""
     path = Path(folder) / "dump.json"
     if not path.exists():
-        raise ValueError(f"{folder} holds no dump: there is no {path}")
+        raise BadDump(f"{folder} holds no dump: there is no {path}")
     index: Mapping[str, Any] = json.loads(path.read_text())
     if index.get("format") != FORMAT:
-        raise ValueError(f"{path} was written by another version: format {index.get('format')}, not {FORMAT}")
+        raise BadDump(f"{path} was written by another version: format {index.get('format')}, not {FORMAT}")
     return dict(index)

@@ -18,7 +18,7 @@ from torch import fx
 
 from ..kernels.launch import hint
 from ..kernels.target import Target
-from ..patterns import Match
+from ..patterns import Match, Recognised
 from ..patterns.match import source_line
 from . import gate
 from .graph_text import input_spec, runnable, type_text
@@ -79,6 +79,7 @@ class Recording:
 
     ``sites`` and ``misses`` go with those of the graph's report, in the same order; what the report has more of was
     never in a graph.  ``code``: what Inductor generated.  ``report``: the graph's report.  ``error``: what ended it.
+    ``known_as``: what stood before the rewrite where a node stands that was put in, by names.
     """
 
     stages: list[Stage] = dataclasses.field(default_factory=list)
@@ -87,6 +88,7 @@ class Recording:
     code: list[str] = dataclasses.field(default_factory=list)
     report: Any = None
     error: str = ""
+    known_as: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def keep(self, name: str, graph: fx.Graph) -> int:
         """Write ``graph`` down; returns its position among the stages."""
@@ -94,20 +96,37 @@ class Recording:
         self.stages.append(Stage(name, runnable(graph, name), tuple(_row(node, sources) for node in graph.nodes)))
         return len(self.stages) - 1
 
-    def mark_site(self, graph: int, found: Any, target: Target) -> Mark:
-        """Where a Match or a Recognised stands; asked before anything is replaced."""
-        if not isinstance(found, Match):
-            return Mark(graph, found.anchor.name)
+    def mark_site(self, graph: int, found: Match | Recognised, target: Target) -> Mark:
+        """Where ``found`` stands; asked before anything is replaced."""
+        if isinstance(found, Recognised):
+            return Mark(graph, self._name(found.anchor))
         outputs = [o for o in found.outputs if o is not None]
         return Mark(
             graph=graph,
-            anchor=found.anchor.name,
-            nodes=tuple(n.name for n in sorted({*found.inner, *outputs, found.anchor})),
-            inputs=tuple(dict.fromkeys(n.name for n in found.inputs())),
-            outputs=tuple(o.name for o in outputs),
+            anchor=self._name(found.anchor),
+            nodes=tuple(dict.fromkeys(self._name(n) for n in sorted({*found.inner, *outputs, found.anchor}))),
+            inputs=tuple(dict.fromkeys(self._name(n) for n in found.inputs())),
+            outputs=tuple(self._name(o) for o in outputs),
             features=gate.features(found),
             launches=_launches(found, target),
         )
+
+    def mark_miss(self, graph: int, anchor: str) -> None:
+        self.misses.append(Mark(graph, self.known_as.get(anchor, anchor)))
+
+    def watched(self, match: Match) -> list[tuple[fx.Node, fx.Node, int]]:
+        """For each output of ``match`` a user and where it reads the output; for :meth:`replaced`."""
+        users = [(o, next(iter(o.users))) for o in match.outputs if o is not None and o.users]
+        return [(o, user, user.all_input_nodes.index(o)) for o, user in users]
+
+    def replaced(self, watched: list[tuple[fx.Node, fx.Node, int]]) -> None:
+        """Learn what the users of the outputs read now: later matches are marked by what stood there before."""
+        for output, user, position in watched:
+            if position < len(user.all_input_nodes):
+                self.known_as[user.all_input_nodes[position].name] = self._name(output)
+
+    def _name(self, node: fx.Node) -> str:
+        return self.known_as.get(node.name, node.name)
 
 
 _local = threading.local()

@@ -138,7 +138,7 @@ class _Rewriting:
         elif found is not None:
             self.misses.append(found)
             if self.recording is not None:
-                self.recording.misses.append(record.Mark(self.before, found.anchor))
+                self.recording.mark_miss(self.before, found.anchor)
         if node not in self.erased and node.target is ATTENTION.op:
             unpin(node, self.traced)
             self.erased.add(node)
@@ -166,9 +166,12 @@ class _Rewriting:
         variant = ""
         if verdict.take:
             variant = self._variant(match)
+            watched = self.recording.watched(match) if self.recording is not None else ()
             try:
                 call = match.replace()
-                mark = mark and dataclasses.replace(mark, operator=match.operator.name, replacement=call.name)
+                if mark is not None:
+                    self.recording.replaced(watched)
+                    mark = dataclasses.replace(mark, operator=match.operator.name, replacement=call.name)
             except Unmatched as reason:
                 verdict, variant = gate.Verdict(False, str(reason)), ""
         if verdict.take:

@@ -55,6 +55,8 @@ def match(anchor: fx.Node) -> Match | Recognised | None:
         return None
     trail = _trail(scores, {})
     if trail is None:
+        if val(anchor).dim() > 4:
+            raise Unmatched(f"the softmax has {val(anchor).dim()} dimensions, not batch, heads, queries and keys")
         raise Unmatched("what goes into the softmax is not a product of queries and keys")
     products = trail[-1], weighted.product
     if any(algebra.is_op(p, aten.mm, aten.addmm) for p in products):

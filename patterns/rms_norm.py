@@ -110,6 +110,8 @@ def _normalised(anchor: fx.Node, h: fx.Node, divides: bool) -> _Normalised:
             return _Normalised(node, None, factor)
     if roots:
         raise Unmatched(f"the root is rounded to {next(iter(roots.values()))} before it is used")
+    if any(algebra.plus_scalar(user) is not None for user in algebra.readers(anchor)):
+        raise Unmatched("eps is added to the root, not to the mean under it")
     raise Unmatched("the value that is normalised is not the one whose squares were averaged")
 
 
@@ -335,6 +337,7 @@ def _is_anchor(node: fx.Node) -> bool:
     if algebra.square_root(node) is None:
         return False
     roots = {node, *(u for u in node.users if algebra.is_cast(u))}
+    roots |= {u for r in roots for u in r.users if algebra.plus_scalar(u) is not None}  # eps in the wrong place
     divided = (u for r in roots for u in r.users if algebra.is_quotient(u) and u.args[1] is r)
     return any(algebra.inverse_square_root(u) is None for u in divided)
 
