@@ -19,7 +19,8 @@ from ..kernels.operator import Operator, check_target
 from ..kernels.rms_norm import ADD_RMS_NORM, RMS_NORM
 from ..kernels.target import DEFAULT_ARCH, Target, device_target, named_target
 from . import gate
-from .report import versions
+from . import inductor_compat as inductor
+from .report import reports, versions
 
 PACKAGES = ("portable_ops", "rich", "sympy", "jinja2", "grandalf", "transformers")
 
@@ -126,11 +127,11 @@ def _calls() -> Iterator[tuple[str, Operator, dict[str, Any]]]:
 def _caches() -> Iterator[Finding]:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    inductor = Path(cache_dir())
+    root = Path(cache_dir())
     places = {
-        "Inductor": inductor,
-        "Triton": Path(os.environ.get("TRITON_CACHE_DIR") or inductor / "triton"),
-        "measured verdicts": inductor / "portable_ops" / "verdicts",
+        "Inductor": root,
+        "Triton": Path(os.environ.get("TRITON_CACHE_DIR") or root / "triton"),
+        "measured verdicts": root / "portable_ops" / "verdicts",
     }
     for name, path in places.items():
         exists = path.exists()
@@ -146,17 +147,15 @@ def _compilation() -> Finding:
     def norm(x: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
-    from .report import reports
-
     x = torch.rand(4, 64, device=device) + 0.5
     start = time.perf_counter()
-    options = {"portable_ops.gate": "always", "portable_ops.max_rewrites": 1, "force_disable_caches": True}
+    options = {"portable_ops.gate": "always", "portable_ops.max_rewrites": 1}
     try:
-        with torch.no_grad():
+        with torch.no_grad(), inductor.without_caches():
             result = torch.compile(norm, backend="portable_ops", options=options)(x)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        return Finding("compilation", "RMSNorm", "broken", f"{type(error).__name__}: {reason}")
+        lines = [line for line in str(error).splitlines() if line.strip() and "raised:" not in line]
+        return Finding("compilation", "RMSNorm", "broken", f"{type(error).__name__}: {' '.join(lines[:3])}")
     seconds = time.perf_counter() - start
     difference = (result - norm(x)).abs().max().item()
     line = reports()[-1].one_line()

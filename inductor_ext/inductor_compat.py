@@ -140,6 +140,11 @@ _LAUNCH_KWARGS = (
 )
 
 
+def without_caches() -> contextlib.AbstractContextManager[None]:
+    """Compile anew inside the block, whatever the caches hold."""
+    return config.patch(force_disable_caches=True)
+
+
 @contextlib.contextmanager
 def generated_code(keep: Callable[[str], None]) -> Iterator[None]:
     """Give ``keep`` the source of every wrapper that this thread generates inside the block.

@@ -89,6 +89,23 @@ def zoo() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def planted() -> ModuleType:
+    """``tests/planted.py``: a small model with matches, and a planted near miss of each sort."""
+    return _load_sibling("planted")
+
+
+@pytest.fixture(scope="session")
+def dumped(planted: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dump of the small model, everything rewritten."""
+    from portable_ops.inductor_ext.dump import dump
+
+    folder = tmp_path_factory.mktemp("dump")
+    with torch.no_grad():
+        dump(planted.Model(), folder, name="planted", gate="always")(planted.inputs())
+    return folder
+
+
+@pytest.fixture(scope="session")
 def interpret() -> Iterator:
     """``interpret(plan, operands) -> list[Tensor]``: ``launch.run`` on CPU tensors in Triton's interpreter.
 
