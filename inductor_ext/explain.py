@@ -46,6 +46,8 @@ def explain(model: Callable[..., Any] | torch.export.ExportedProgram, **options:
         tracing = Tracing(settings)
         tracing.run(model, args, kwargs)
         report = tracing.report()
+        if settings.dump is not None:
+            report.save(settings.dump)
         check_expected(report, settings)
         return report
 

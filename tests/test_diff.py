@@ -28,9 +28,7 @@ def test_equal_dumps_do_not_differ(dumped: Path, capsys: pytest.CaptureFixture) 
     assert capsys.readouterr().out.strip() == "no difference"
 
 
-def test_an_edit_of_the_model_that_loses_a_match_is_explained(
-    dumped: Path, planted: ModuleType, tmp_path: Path
-) -> None:
+def test_an_edit_that_loses_a_match_is_explained(dumped: Path, planted: ModuleType, tmp_path: Path) -> None:
     model = planted.Model()
     model.layers[1].norm.dim = 1
     difference = compare(read(dumped), saved(model, tmp_path, planted, gate="always"))

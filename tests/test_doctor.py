@@ -39,4 +39,4 @@ def test_a_compiler_that_fails_is_told_and_ends_in_an_error(
 
     monkeypatch.setattr(torch, "compile", fail)
     assert main(["doctor"]) == 1
-    assert "broken  RMSNorm: RuntimeError: no C++ compiler" in capsys.readouterr().out
+    assert "broken RMSNorm: RuntimeError: no C++ compiler" in capsys.readouterr().out

@@ -110,7 +110,7 @@ def test_summary_and_tables(page: Any) -> None:
     for part in ("rms_norm\t4\t4", "attention\t3\t3", "f32[2, 8, 64]", "sm_90", "gate=always", "torch "):
         assert part in summary, part
     (missed,) = page.locator("#miss-table tbody tr").all()
-    assert "rms_norm ×3" in missed.inner_text()
+    assert "rms_norm \u00d73" in missed.inner_text()
     assert "the mean is not over the last dimension alone" in missed.inner_text()
     assert ".mean(-1, keepdim=True)" in missed.inner_text() and "planted.py" in missed.inner_text()
 
@@ -119,7 +119,7 @@ def test_equal_layers_share_a_line_and_unfold(page: Any) -> None:
     lines = page.locator(".line")
     assert lines.count() == 2
     layers = lines.first
-    assert "layers.0 … layers.2" in layers.inner_text() and "×3" in layers.inner_text()
+    assert "layers.0 … layers.2" in layers.inner_text() and "\u00d73" in layers.inner_text()
     assert page.locator("svg").count() == 0
     fold = layers.locator(".fold")
     assert fold.get_attribute("aria-expanded") == "false"
@@ -165,10 +165,11 @@ def test_a_near_miss_is_hatched_and_explained(page: Any) -> None:
 
 def test_search_finds_and_leads_there(page: Any) -> None:
     page.keyboard.press("/")
-    page.keyboard.type("rsqrt")
-    assert page.locator("#found").inner_text() == "4 found"  # a layer has one of either norm, before; the miss stays
+    page.keyboard.type("aten.rsqrt")
+    # Before: one of either norm in a layer, and the last norm.  After: that of the near miss.
+    assert page.locator("#found").inner_text() == "4 found"
     page.keyboard.press("Enter")
-    assert "rsqrt" in page.locator("svg .node.hit").inner_text()
+    assert "rsqrt" in page.locator("svg .node.hit").text_content()
     page.locator("#search").fill("nothing like this")
     assert page.locator("#found").inner_text() == "0 found"
     assert page.locator(".line:visible").count() == 0
@@ -246,7 +247,7 @@ def test_a_large_model_stays_small_and_quick(browser: Any, tmp_path: Path) -> No
     assert path.stat().st_size < 2_000_000
     opened = browser.new_page()
     opened.goto(path.as_uri())
-    assert opened.locator(".line").count() == 1 and "×80" in opened.locator(".line").inner_text()
+    assert opened.locator(".line").count() == 1 and "\u00d780" in opened.locator(".line").inner_text()
     paints = opened.evaluate("performance.getEntriesByType('paint').map(e => e.startTime)")
     assert max(paints, default=0) < 2000
     opened.locator(".fold").click()

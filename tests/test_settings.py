@@ -25,6 +25,7 @@ VALUES = [
     ("verify", True, "1", "verify", True),
     ("max_rewrites", 7, "7", "max_rewrites", 7),
     ("target", "gfx942", "gfx942", "target", "gfx942"),
+    ("dump", Path("a", "folder"), "a/folder", "dump", "a/folder"),
 ]
 
 
@@ -110,7 +111,7 @@ def test_false(text: Any) -> None:
 
 WRONG = [
     ({"gat": "always"}, "unknown option 'portable_ops.gat'; did you mean 'portable_ops.gate'?"),
-    ({"zzz": 1}, "unknown option 'portable_ops.zzz'; valid are portable_ops.disable, portable_ops.enable"),
+    ({"zzz": 1}, "unknown option 'portable_ops.zzz'; valid are portable_ops.disable, portable_ops.dump"),
     ({"gate": "alway"}, "portable_ops.gate: 'alway' is not a gate; did you mean 'always'?"),
     ({"gate": 3}, "portable_ops.gate: 3 is not a gate; valid are always, measure, never, table"),
     ({"enable": ["rmsnorm"]}, "portable_ops.enable: unknown kind 'rmsnorm'; did you mean 'rms_norm'?"),
