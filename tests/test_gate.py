@@ -14,6 +14,7 @@ from portable_ops.inductor_ext import Settings, explain, gate, measure, reports
 from portable_ops.kernels.target import named_target
 from portable_ops.patterns.swiglu import SWIGLU_PATTERN
 from torch import Tensor, nn
+from torch._inductor import config
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -179,8 +180,19 @@ def linear_call(name: str, **changed: Tensor) -> dict[str, Any]:
 @pytest.mark.parametrize(("name", "out_features"), [("linear", 1024), ("qkv_linear", 5632), ("gated_linear", 28672)])
 def test_features_of_linear_layers(name: str, out_features: int) -> None:
     features = gate.linear_features(linear_call(name), {})
-    assert features == {"dtype": "bfloat16", "rows": 4, "in_features": 4096, "out_features": out_features}
+    shape = {"dtype": "bfloat16", "rows": 4, "in_features": 4096, "out_features": out_features}
+    assert features == {**shape, "tuned": False}
     assert gate._features[f"portable_ops::{name}"] is gate.linear_features
+
+
+@pytest.mark.parametrize("option", ["max_autotune", "max_autotune_gemm"])
+def test_a_single_layer_is_left_to_max_autotune(option: str) -> None:
+    target = named_target("sm_90")
+    single, three = linear_call("linear", x=stored(1, 4096), weight=stored(4096, 4096)), linear_call("qkv_linear")
+    assert gate.look_up("portable_ops::linear", single, {}, target).take
+    with config.patch({option: True}):
+        assert not gate.look_up("portable_ops::linear", single, {}, target).take
+        assert gate.look_up("portable_ops::qkv_linear", three, {}, target).take
 
 
 RULE = {
