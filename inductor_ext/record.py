@@ -150,7 +150,7 @@ def active() -> Recording | None:
 
 def module_path(stack_entry: str) -> str:
     """``model.layers.0.mlp`` from Dynamo's ``L['self']._modules['model'].layers.0.mlp``; "" for the model itself."""
-    path = re.sub(r"^L\[[^\]]*\](\[[^\]]*\])*", "", stack_entry)
+    path = re.sub(r"^[LG]\[[^\]]*\](\[[^\]]*\])*", "", stack_entry)
     path = re.sub(r"(\._modules|\._buffers|\._parameters)?\[['\"]?([^\]'\"]*)['\"]?\]", r".\2", path)
     return path.replace("._modules", "").strip(".")
 

@@ -225,6 +225,7 @@ def test_the_setting_is_a_folder(tmp_path: Path) -> None:
         ("L['args'][0].model.layers.35.self_attn", "model.layers.35.self_attn"),
         ("L['self'].layers[0].norm", "layers.0.norm"),
         ("L['self']", ""),
+        ("G['model'].norm", "norm"),
         ("", ""),
         ("model.norm", "model.norm"),
     ],
