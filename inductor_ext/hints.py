@@ -72,12 +72,15 @@ HINTS: tuple[tuple[str, str], ...] = (
     ("the gate's activation rounds", "keep the activation in the type of its argument"),
     ("the gate's activation is none of", "use one of these activations, or register a pattern of your own"),
     (r"\w+ multiplies a function of its own", "multiply the activation of one half by the other half: silu(gate) * up"),
+    ("the gate is rounded on its way", "multiply the activation by the other half in the type that it is computed in"),
     ("the gate is broadcast", "nothing: a gate has the shape of what it multiplies"),
     (r"\w+ gates something else", "nothing, unless gate and up are meant to be projections of one tensor"),
     # topk
     ("the whole sorted tensor is read", "call torch.topk for the first k, and leave the sort to its other readers"),
     ("other elements of a sort", "take the first k of a descending sort: values[..., :k]"),
     ("pieces of different sizes", "take one k of values and indices, and slice the result further"),
+    ("the gradient of the sort reads", "call torch.topk, whose gradient needs the first k alone"),
+    ("the sort is of a tensor that is not contiguous", "call torch.topk, or .contiguous() on the input"),
     (
         "the sort is stable",
         "call torch.topk, if the order of equal elements is of no account",
