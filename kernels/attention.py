@@ -251,7 +251,7 @@ def _attend_block(
 
 @jit
 def _decode_kernel(
-    q, k, v, mask, out, lse,
+    q, k, v, mask, out, weights,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_mb, stride_mh, stride_ml, stride_mn, stride_ob, stride_oh, stride_ol,
     num_heads_kv, group, len_q, len_k,
@@ -264,8 +264,9 @@ def _decode_kernel(
 
     Split s takes the blocks s, s + NUM_SPLITS, ...: the splits stay balanced when only a prefix or a window
     of the keys is visible.  With NUM_SPLITS 1 ``out`` is the result.  Else it holds normalised fp32 parts,
-    [..., split, d], and ``lse`` their log2-sum-exp2: -inf for a part without keys, whose ``out`` is not
-    written.
+    [..., split, d], and ``weights`` of each the maximum and the sum of exp2 beside it.  (Their log2-sum-exp2, one
+    number, would be rounded at its own size, and that error is relative in the result.)  A part without keys has
+    -inf and 0, and its ``out`` is not written.
     """
     num_row_blocks = tl.cdiv(group * len_q, BLOCK_M)
     pid = tl.program_id(0)
@@ -340,45 +341,48 @@ def _decode_kernel(
 
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     if NUM_SPLITS > 1:
-        part_lse = tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log2(row_sum))
         row_index = (batch * (num_heads_kv * group) + head) * len_q + pos
-        tl.store(lse + row_index * NUM_SPLITS + split, part_lse, mask=row_ok)
-        in_tile = in_tile & (part_lse != float("-inf"))[:, None]
+        row_weights = weights + (row_index * NUM_SPLITS + split) * 2
+        tl.store(row_weights, row_max, mask=row_ok)
+        tl.store(row_weights + 1, row_sum, mask=row_ok)
+        in_tile = in_tile & (row_sum != 0.0)[:, None]
     out_rows = out + batch * stride_ob + head * stride_oh + pos * stride_ol + split * HEAD_DIM
     tl.store(out_rows[:, None] + offs_d[None, :], acc.to(out.dtype.element_ty), mask=in_tile)
 
 
 @jit
 def _merge_splits_kernel(
-    partial, lse, out, stride_ob, stride_oh, stride_ol, num_heads, len_q,
+    partial, weights, out, stride_ob, stride_oh, stride_ol, num_heads, len_q,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr,
 ):
-    """out row = sum over splits of partial * 2^lse / sum 2^lse, for one row and BLOCK_D of its elements.
+    """out row = sum over splits of partial * w / sum of w, w = part_sum * 2^part_max, for BLOCK_D of its elements.
 
-    A part whose lse is -inf was never written and does not count.  Few parts are loaded without waiting for their
-    lse to say so, many are not loaded in vain.
+    A part whose sum is 0 was never written and does not count.  Few parts are loaded without waiting for their
+    sum to say so, many are not loaded in vain.
     """
     num_chunks: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
     pid = tl.program_id(0)
     offs_d = (pid % num_chunks) * BLOCK_D + tl.arange(0, BLOCK_D)
     row = (pid // num_chunks).to(tl.int64)
     splits = tl.arange(0, PADDED_SPLITS)
-    part_lse = tl.load(lse + row * NUM_SPLITS + splits, mask=splits < NUM_SPLITS, other=float("-inf"))
+    row_weights = weights + (row * NUM_SPLITS + splits) * 2
+    part_max = tl.load(row_weights, mask=splits < NUM_SPLITS, other=float("-inf"))
+    part_sum = tl.load(row_weights + 1, mask=splits < NUM_SPLITS, other=0.0)
     wanted = splits < NUM_SPLITS
     if NUM_SPLITS > 32:
-        wanted = part_lse != float("-inf")
+        wanted = part_sum != 0.0
     parts = tl.load(
         partial + (row * NUM_SPLITS + splits)[:, None] * HEAD_DIM + offs_d[None, :],
         mask=wanted[:, None] & (offs_d < HEAD_DIM)[None, :],
         other=0.0,
     )
-    top = tl.max(part_lse, axis=0)
+    top = tl.max(part_max, axis=0)
     top = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2(part_lse - top)
-    total = tl.sum(weights, axis=0)
-    weights = weights / tl.where(total == 0.0, 1.0, total)
-    parts = tl.where((part_lse != float("-inf"))[:, None], parts, 0.0)
-    result = tl.sum(parts * weights[:, None], axis=0)
+    part = part_sum * tl.exp2(part_max - top)
+    total = tl.sum(part, axis=0)
+    part = part / tl.where(total == 0.0, 1.0, total)
+    parts = tl.where((part_sum != 0.0)[:, None], parts, 0.0)
+    result = tl.sum(parts * part[:, None], axis=0)
     position = row % len_q
     head = (row // len_q) % num_heads
     batch = row // len_q // num_heads
@@ -889,7 +893,7 @@ def _decode_plan(q: torch.Tensor, k: torch.Tensor, out: Buffer, args: dict, cons
     part = Launch(
         _decode_kernel,
         (programs * splits, 1, 1),
-        args | {"num_heads_kv": heads_kv, "lse": None},
+        args | {"num_heads_kv": heads_kv, "weights": None},
         constexprs | {"NUM_SPLITS": splits},
         constexprs["NUM_WARPS"],
         constexprs["NUM_STAGES"],
@@ -898,19 +902,19 @@ def _decode_plan(q: torch.Tensor, k: torch.Tensor, out: Buffer, args: dict, cons
         return Plan("portable.decode", (part,), {"out": out})
 
     row = splits * head_dim
-    parts = {"out": "partial", "lse": "lse"}
+    parts = {"out": "partial", "weights": "weights"}
     parts |= {"stride_ob": heads * len_q * row, "stride_oh": len_q * row, "stride_ol": row}
     merge_d = max(16, min(32, _padded(head_dim), _MERGE_ELEMENTS // _padded(splits)))
     merge = Launch(
         _merge_splits_kernel,
         (batch * heads * len_q * ceil_div(head_dim, merge_d), 1, 1),
         {name: args[name] for name in ("out", "stride_ob", "stride_oh", "stride_ol", "len_q")}
-        | {"partial": "partial", "lse": "lse", "num_heads": heads},
+        | {"partial": "partial", "weights": "weights", "num_heads": heads},
         {"HEAD_DIM": head_dim, "BLOCK_D": merge_d, "NUM_SPLITS": splits, "PADDED_SPLITS": _padded(splits)},
     )
     scratch = {
         "partial": Buffer((batch, heads, len_q, splits, head_dim), torch.float32),
-        "lse": Buffer((batch, heads, len_q, splits), torch.float32),
+        "weights": Buffer((batch, heads, len_q, splits, 2), torch.float32),
     }
     launches = (dataclasses.replace(part, args=part.args | parts), merge)
     return Plan("portable.decode_split", launches, {"out": out}, scratch)
