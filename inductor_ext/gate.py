@@ -20,6 +20,7 @@ from ..kernels.launch import hint
 from ..kernels.target import Target
 from ..patterns import Match
 from . import inductor_compat as inductor
+from .neighbours import cut_off
 from .settings import Settings
 
 TABLES = Path(__file__).parent / "gate_tables"
@@ -71,8 +72,11 @@ def decide(match: Match, target: Target, settings: Settings, *, training: bool, 
     if settings.gate == "measure":
         from .measure import measured
 
-        return measured(match, target)
-    return look_up(match.operator.name, values, match.bound, target)
+        verdict = measured(match, target)
+    else:
+        verdict = look_up(match.operator.name, values, match.bound, target)
+    cut = cut_off(match) if verdict.take else None  # neither kind of measurement has the nodes around the match
+    return verdict if cut is None else Verdict(False, cut)
 
 
 def features(match: Match) -> dict[str, Any]:
