@@ -18,6 +18,9 @@ endif
 endif
 TORCH ?= torch==2.13.0
 
+# Tests run in as many processes as there are cores, but one by one where they share a GPU.
+JOBS ?= $(if $(shell nvidia-smi -L 2>/dev/null),0,auto)
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 BENCHMARKS := decode_attention prefill_attention rms_norm linear llama pass_speed
@@ -32,7 +35,7 @@ demo: $(VENV)/.package  ## run the main job: a small Llama, explained, compiled,
 	$(BIN)/python -m examples.demo
 
 test: $(VENV)/.dev  ## run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 lint: $(VENV)/.dev  ## check style and formatting
 	$(BIN)/ruff check .
