@@ -183,13 +183,24 @@ def _load_block(pointers, n, end, offs_d, BOUNDED: tl.constexpr, HEAD_DIM: tl.co
 
 
 @jit
+def _scores(q, k, ALLOW_TF32: tl.constexpr, PIECES: tl.constexpr):
+    """q k^T, summed over PIECES pieces of head_dim."""
+    if PIECES > 1:
+        q = tl.permute(tl.reshape(q, (q.shape[0], PIECES, q.shape[1] // PIECES)), (1, 0, 2))
+        k = tl.permute(tl.reshape(k, (k.shape[0], PIECES, k.shape[1] // PIECES)), (1, 2, 0))
+        return tl.sum(tl.dot(q, k, input_precision="ieee"), axis=0)
+    else:
+        return tl.dot(q, tl.trans(k), input_precision="tf32" if ALLOW_TF32 else "ieee")
+
+
+@jit
 def _attend_block(
     acc, row_max, row_sum, q, k_head, v_head, mask_rows, row_ok, row_pos, start, end,
     stride_kn, stride_vn, stride_mn,
     BOUNDED: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     MASK_IS_BOOL: tl.constexpr, MASK_PER_ROW: tl.constexpr, MASK_AHEAD: tl.constexpr,
     SCALE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    WIDE: tl.constexpr, ALLOW_TF32: tl.constexpr,
+    WIDE: tl.constexpr, ALLOW_TF32: tl.constexpr, PIECES: tl.constexpr,
 ):
     """One online-softmax step over the keys ``start .. start + BLOCK_N``.
 
@@ -208,7 +219,7 @@ def _attend_block(
     k = _load_block(k_ptrs, n, end, offs_d, BOUNDED, HEAD_DIM, BLOCK_D)
     v = _load_block(v_ptrs, n, end, offs_d, BOUNDED, HEAD_DIM, BLOCK_D)
 
-    scores = tl.dot(q, tl.trans(k), input_precision="tf32" if ALLOW_TF32 else "ieee")
+    scores = _scores(q, k, ALLOW_TF32, PIECES)
     # The factor to base 2, and the scale, ride on the subtraction of the maximum: a fused multiply-add per score.
     LOG2E: tl.constexpr = 1.4426950408889634
     if HAS_MASK and not MASK_IS_BOOL:  # the mask is added in between
@@ -258,6 +269,7 @@ def _decode_kernel(
     IS_CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_IS_BOOL: tl.constexpr, MASK_PER_ROW: tl.constexpr,
     SCALE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, WIDE: tl.constexpr, ALLOW_TF32: tl.constexpr,
+    PIECES: tl.constexpr,
     NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):
     """Rows: (query head of the group, query position) of one key/value head.
@@ -325,7 +337,7 @@ def _decode_kernel(
                 acc, row_max, row_sum = _attend_block(
                     acc, row_max, row_sum, q_tile, k_head, v_head, mask_rows, row_ok, row_pos, start, end,
                     stride_kn, stride_vn, stride_mn, True, False, True, MASK_IS_BOOL, MASK_PER_ROW, MASK_AHEAD,
-                    SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, WIDE, ALLOW_TF32,
+                    SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, WIDE, ALLOW_TF32, PIECES,
                 )
             if MASK_AHEAD:
                 following = first + 32 * step
@@ -336,7 +348,7 @@ def _decode_kernel(
             acc, row_max, row_sum = _attend_block(
                 acc, row_max, row_sum, q_tile, k_head, v_head, mask, row_ok, row_pos, start, end,
                 stride_kn, stride_vn, 0, True, IS_CAUSAL, False, False, False, False,
-                SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, WIDE, ALLOW_TF32,
+                SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, WIDE, ALLOW_TF32, PIECES,
             )
 
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
@@ -449,7 +461,7 @@ def _prefill_kernel(
                 acc, row_max, row_sum = _attend_block(
                     acc, row_max, row_sum, q_tile, k_head, v_head, mask_rows, row_ok, row_pos, start, len_k,
                     stride_kn, stride_vn, stride_mn, True, False, True, MASK_IS_BOOL, MASK_PER_ROW, False,
-                    SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, WIDE, ALLOW_TF32,
+                    SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, WIDE, ALLOW_TF32, 1,
                 )
     else:
         end = len_k
@@ -462,14 +474,14 @@ def _prefill_kernel(
             acc, row_max, row_sum = _attend_block(
                 acc, row_max, row_sum, q_tile, k_head, v_head, mask, row_ok, row_pos, start, end,
                 stride_kn, stride_vn, 0, False, False, False, False, False, False,
-                SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, WIDE, ALLOW_TF32,
+                SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, WIDE, ALLOW_TF32, 1,
             )
         # ... and these are on the diagonal or at the ragged end.
         for start in tl.range(full_end, end, BLOCK_N, num_stages=NUM_STAGES):
             acc, row_max, row_sum = _attend_block(
                 acc, row_max, row_sum, q_tile, k_head, v_head, mask, row_ok, row_pos, start, end,
                 stride_kn, stride_vn, 0, True, IS_CAUSAL, False, False, False, False,
-                SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, WIDE, ALLOW_TF32,
+                SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, WIDE, ALLOW_TF32, 1,
             )
 
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
@@ -599,6 +611,7 @@ def _shared_bytes(config: AttentionConfig, block_d: int, element: int, mask_byte
     """Upper bound of the shared memory that Triton allocates (a test compares it with what it does)."""
     query = config.block_m * block_d * element
     weights = config.block_m * config.block_n * element
+    pieces = config.block_n * block_d * element if _pieces(config, block_d, element, target) > 1 else 0
     mask = config.block_m * config.block_n * mask_bytes
     # The asynchronous matrix units of sm_90 and later read a stage while the next ones are being filled.
     asynchronous = target.capability >= 90 and config.block_m >= 64
@@ -610,7 +623,17 @@ def _shared_bytes(config: AttentionConfig, block_d: int, element: int, mask_byte
         return max(query, staged) + slack
     # A wgmma takes the weights from registers; elsewhere they change layout through shared memory.
     in_registers = target.capability == 90 and config.block_m >= 64 and element == 2
-    return query + staged + slack + (0 if in_registers else 2 * weights)
+    return query + staged + slack + pieces + (0 if in_registers else 2 * weights)
+
+
+def _pieces(config: AttentionConfig, block_d: int, element: int, target: Target) -> int:
+    """Into how many pieces the sum over head_dim is cut.
+
+    CUDA's exact float32 products are added up one after the other, over 256 elements with three times the error of
+    torch's; sums of 16 are as good as its.  Larger tiles do not have the registers for it.
+    """
+    exact = element == 4 and target.backend == "cuda"
+    return block_d // 16 if exact and config.block_m == 16 else 1
 
 
 def _choose_config(
@@ -874,6 +897,8 @@ def plan(
     }
     if decode:
         mask_bytes = attn_mask.element_size() if has_mask else 0
+        pieces = _pieces(config, constexprs["BLOCK_D"], q.element_size(), target)
+        constexprs["PIECES"] = 1 if constexprs["ALLOW_TF32"] else pieces
         shared = _shared_bytes(config, constexprs["BLOCK_D"], q.element_size(), mask_bytes, target)
         return _decode_plan(q, k, out, args, constexprs, _resident_programs(config, shared, target))
     # Skipping reads the mask twice.  An additive mask with a value per score is large and seldom holds -inf.
