@@ -17,6 +17,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..kernels.launch import hint
+from ..kernels.rotation import heads_dim
 from ..kernels.target import Target
 from ..patterns import Match
 from . import inductor_compat as inductor
@@ -52,8 +53,9 @@ def register_features(operator_name: str, features: Describe) -> None:
 def decide(match: Match, target: Target, settings: Settings, *, training: bool, taken: int) -> Verdict:
     """The gate's verdict on one match; ``taken`` counts the rewrites that the graph already has."""
     values = match.values()
-    if match.kind not in settings.enable:
-        return Verdict(False, f"{match.kind} is disabled")
+    disabled = [part.kind for part in match.parts or (match,) if part.kind not in settings.enable]
+    if disabled:
+        return Verdict(False, f"{disabled[0]} is disabled")
     reason = match.operator.supports(**values, target=target)
     if reason is not None:
         return Verdict(False, reason)
@@ -173,8 +175,30 @@ def linear_features(values: Mapping[str, Any], bound: Mapping[str, Any]) -> Feat
     }
 
 
+def rope_features(values: Mapping[str, Any], bound: Mapping[str, Any]) -> Features:
+    """Tokens, heads of q and k together and types; whether heads are normalised, and keys and values appended."""
+    xs = [values[name] for name in ("x", "q", "k") if name in values]
+    heads = heads_dim(xs, (values["cos"], values["sin"]))
+    head_counts = [1 if heads is None else x.shape[heads] for x in xs]
+    tokens: Any = 1
+    for dim, size in enumerate(xs[0].shape[:-1]):
+        tokens = tokens if dim == heads else tokens * size
+    return {
+        "dtype": str(xs[0].dtype).removeprefix("torch."),
+        "tokens": tokens,
+        "heads": sum(head_counts),
+        "head_dim": xs[0].shape[-1],
+        "partial": values["rotary_dim"] != xs[0].shape[-1],
+        "pairing": values["pairing"],
+        "norm": values.get("eps") is not None,
+        "append": "k_cache" in values,
+    }
+
+
 register_features("portable_ops::attention", attention_features)
 register_features("portable_ops::rms_norm", rms_norm_features)
 register_features("portable_ops::add_rms_norm", rms_norm_features)
+for _name in ("rope", "qk_rope", "qk_rope_append"):
+    register_features(f"portable_ops::{_name}", rope_features)
 for _name in ("linear", "qkv_linear", "gated_linear"):
     register_features(f"portable_ops::{_name}", linear_features)

@@ -60,6 +60,11 @@ def with_strides(box: Any, strides: Sequence[IntLike]) -> Any:
     return ir.ExternKernel.require_exact_strides(box, [expression(s) for s in strides])
 
 
+def same_buffer(a: Any, b: Any) -> bool:
+    """Whether two realised tensors are one in memory."""
+    return a.get_name() == b.get_name() and a.get_layout().offset == b.get_layout().offset
+
+
 def empty(buffer: Buffer, device: torch.device) -> Any:
     """An uninitialised tensor for a kernel to write."""
     shape = [expression(s) for s in buffer.shape]

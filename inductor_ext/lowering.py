@@ -15,6 +15,7 @@ from ..kernels.attention import ATTENTION
 from ..kernels.launch import Launch
 from ..kernels.linear import GATED_LINEAR, LINEAR, QKV_LINEAR
 from ..kernels.operator import Operator
+from ..kernels.qk_rope import QK_ROPE, QK_ROPE_APPEND
 from ..kernels.rms_norm import ADD_RMS_NORM, RMS_NORM
 from ..kernels.rope import ROPE
 from ..kernels.swiglu import SWIGLU
@@ -57,31 +58,49 @@ def _lowering(operator: Operator) -> Callable[..., Any]:
             return inductor.fallback(operator.op)(*args, **kwargs)
         plan = operator.plan(**values, target=target)
         boxes = {name: inductor.with_strides(bound[name], v.stride()) for name, v in tensors.items()}
+        if any(not inductor.same_buffer(boxes[name], bound[name]) for name in plan.mutated):
+            return inductor.fallback(operator.op)(*args, **kwargs)  # a copy would be written instead
         for name, buffer in (*plan.outputs.items(), *plan.scratch.items()):
             boxes[name] = inductor.empty(buffer, device)
-        for launch in plan.launches:
-            _emit(operator, launch, boxes, set(tensors))
+        read_only = set(tensors) - set(plan.mutated)
+        written = {name for launch in plan.launches for name in _emit(operator, launch, boxes, read_only)}
+        unwritten = sorted(set(plan.mutated) - written)
+        if unwritten:
+            raise RuntimeError(f"{operator.name} should write {unwritten}, but Inductor's analysis says it does not")
         outputs = [boxes[name] for name in plan.outputs]
         return outputs[0] if len(outputs) == 1 else outputs
 
     return lower
 
 
-def _emit(operator: Operator, launch: Launch, boxes: dict[str, Any], inputs: set[str]) -> None:
-    """Emit one launch, and insist that Inductor's analysis of the kernel finds no input written.
+def _emit(operator: Operator, launch: Launch, boxes: dict[str, Any], read_only: set[str]) -> set[str]:
+    """Emit one launch; returns what it writes, and insists that Inductor's analysis finds nothing ``read_only`` in it.
 
     Where the analysis fails, Inductor assumes that a kernel writes everything it is given: right, but it would copy
     the inputs of every launch.
     """
     args = {k: boxes[v] if isinstance(v, str) else inductor.expression(v) for k, v in launch.args.items()}
-    written = inductor.launch(launch, args)
-    mutated = sorted(launch.args[parameter] for parameter in written if launch.args[parameter] in inputs)
+    written = {launch.args[parameter] for parameter in inductor.launch(launch, args)}
+    mutated = sorted(written & read_only)
     if mutated or not written:
         raise RuntimeError(
             f"{launch.kernel.__name__} of {operator.name} should write its results only, but Inductor's analysis says "
             f"{mutated or 'nothing'}; do these versions of torch and Triton fit together?"
         )
+    return written
 
 
-for _operator in (ATTENTION, RMS_NORM, ADD_RMS_NORM, ROPE, SWIGLU, TOPK, LINEAR, QKV_LINEAR, GATED_LINEAR):
+for _operator in (
+    ATTENTION,
+    RMS_NORM,
+    ADD_RMS_NORM,
+    ROPE,
+    QK_ROPE,
+    QK_ROPE_APPEND,
+    SWIGLU,
+    TOPK,
+    LINEAR,
+    QKV_LINEAR,
+    GATED_LINEAR,
+):
     register_operator(_operator)

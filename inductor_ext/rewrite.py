@@ -106,8 +106,8 @@ class _Rewriting:
     def run(self) -> Report:
         if self.recording is not None:
             self.before = self.recording.keep("joint", self.graph)
-        for last in (False, True):
-            patterns = [p for p in _patterns if p.last == last]
+        for sweep in ((True, False), (False, False), (False, True)):
+            patterns = [p for p in _patterns if (p.first, p.last) == sweep]
             for node in list(self.graph.nodes):
                 if node.op != "call_function":
                     continue
@@ -135,7 +135,7 @@ class _Rewriting:
             bound = {k: str(v) for k, v in found.bound.items()}
             site = Site(found.kind, found.pattern, "declined", found.reason, found.source, bound=bound)
             self._add(site, self._mark(found))
-        elif found is not None:
+        elif found is not None and not pattern.first:
             self.misses.append(found)
             if self.recording is not None:
                 self.recording.mark_miss(self.before, found.anchor)
@@ -144,12 +144,17 @@ class _Rewriting:
             self.erased.add(node)
 
     def _decide(self, match: Match) -> None:
-        site, mark = self._decided(match)
-        if site.decision == "declined" and match.instead is not None:
-            smaller, its_mark = self._decided(match.instead)
-            if smaller.decision == "rewritten":
-                site, mark = smaller, its_mark
-        self._add(site, mark)
+        """Take ``match``, or the first of the smaller ones instead of it that the gate takes."""
+        decided = self._decided(match)
+        smaller = match.instead
+        while smaller is not None and decided[0][0].decision == "declined":
+            instead = self._decided(smaller)
+            decided = instead if instead[0][0].decision == "rewritten" else decided
+            smaller = smaller.instead
+        if match.parts and decided[0][0].decision == "declined":
+            return  # each part is decided on where it stands
+        for site, mark in decided:
+            self._add(site, mark)
 
     def _add(self, site: Site, mark: record.Mark | None) -> None:
         self.sites.append(site)
@@ -160,8 +165,10 @@ class _Rewriting:
         """Where ``found`` stands, if somebody wants to know."""
         return None if self.recording is None else self.recording.mark_site(self.before, found, self.target)
 
-    def _decided(self, match: Match) -> tuple[Site, record.Mark | None]:
-        mark = self._mark(match)
+    def _decided(self, match: Match) -> list[tuple[Site, record.Mark | None]]:
+        """What becomes of ``match``: a site for each of its parts, or one."""
+        parts = match.parts or (match,)
+        marks = [self._mark(part) for part in parts]
         verdict = gate.decide(match, self.target, self.settings, training=self.training, taken=self.taken)
         variant = ""
         if verdict.take:
@@ -169,17 +176,23 @@ class _Rewriting:
             watched = self.recording.watched(match) if self.recording is not None else ()
             try:
                 call = match.replace()
-                if mark is not None:
+                if self.recording is not None:
                     self.recording.replaced(watched)
-                    mark = dataclasses.replace(mark, operator=match.operator.name, replacement=call.name)
+                    named = {"operator": match.operator.name, "replacement": call.name}
+                    marks = [dataclasses.replace(mark, **named) for mark in marks]
             except Unmatched as reason:
                 verdict, variant = gate.Verdict(False, str(reason)), ""
         if verdict.take:
             self.taken += 1
             self.erased |= _erase_unused(match)
         decision = "rewritten" if verdict.take else "declined"
-        bound = {k: str(v) for k, v in match.bound.items()}
-        return Site(match.kind, match.pattern, decision, verdict.reason, match.source, variant, bound), mark
+        sites = (
+            Site(
+                p.kind, p.pattern, decision, verdict.reason, p.source, variant, {k: str(v) for k, v in p.bound.items()}
+            )
+            for p in parts
+        )
+        return list(zip(sites, marks, strict=True))
 
     def _variant(self, match: Match) -> str:
         """What will run: a kernel variant, or the operator's reference where there is no kernel for the device."""

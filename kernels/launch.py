@@ -71,13 +71,14 @@ class Plan:
     """Everything that happens on the device for one call of an operator.
 
     ``variant`` names the kernel variant for the report.  ``outputs`` are in the order in which the
-    operator returns them.
+    operator returns them.  ``mutated``: the operands that it writes, those that the operator's schema declares.
     """
 
     variant: str
     launches: tuple[Launch, ...]
     outputs: Mapping[str, Buffer]
     scratch: Mapping[str, Buffer] = dataclasses.field(default_factory=dict)
+    mutated: tuple[str, ...] = ()
 
 
 def hint(value: IntLike) -> int:

@@ -1,4 +1,4 @@
-"""An operator: one functional torch op with its meaning, its fake, and its kernels.
+"""An operator: one torch op with its meaning, its fake, and its kernels.
 
 The plain-torch reference *is* the meaning.  It is the CPU implementation, the oracle of the tests and the
 shape function; kernels are ways to compute the same on a GPU.
@@ -24,6 +24,8 @@ class Operator:
     ``supports(*args, target=...)``: None, or why no kernel here can do it, in one line; works on fake and
     meta tensors.  ``plan(*args, target=...)``: the launches; only called when ``supports`` said None; None for an
     operator that has no kernel yet, only its meaning.  ``params``: the operator's argument names in order.
+
+    An op is functional, but for the operands that its schema declares to be written (``Tensor(a!) cache``).
     """
 
     op: torch._ops.OpOverload
@@ -35,6 +37,12 @@ class Operator:
     @property
     def name(self) -> str:
         return self.op.name()
+
+    @property
+    def mutated(self) -> tuple[str, ...]:
+        """The operands that the op writes, in order."""
+        written = (a for a in self.op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+        return tuple(a.name for a in written)
 
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name, defaults filled in."""
@@ -56,7 +64,7 @@ def define_operator(
 ) -> Operator:
     """Define the torch op ``schema`` (``"my_namespace::my_op(Tensor x, ...) -> Tensor"``).
 
-    The op is functional: it returns fresh tensors and mutates nothing.  On a GPU it runs ``plan``; where
+    The op returns fresh tensors and writes only what the schema declares.  On a GPU it runs ``plan``; where
     ``supports`` objects, and on every other device, it runs ``reference``.  ``fake`` defaults to
     ``reference`` run on fake tensors, so that strides are those of the plain-torch code.  ``autocast``: under
     autocast all floating-point tensors are cast to its dtype first, as torch does for matmuls and attention.

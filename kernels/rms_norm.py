@@ -20,13 +20,13 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .launch import Buffer, IntLike, Launch, Plan, ceil_div, hint, jit, tl
 from .operator import check_target, define_operator
+from .rounding import DTYPE_NAMES, round_to
 from .target import Target
 
 MAX_COLS = 65536
 """The widest row.  One program reduces one row, so wider rows would leave most of a GPU idle."""
 
 _MAX_OUTER_DIMS = 3
-_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def rms_norm_reference(
@@ -164,7 +164,7 @@ def _check_numbers(eps: float, weight_offset: float, dtypes: tuple[torch.dtype |
     if not (math.isfinite(eps) and math.isfinite(weight_offset)):
         return "eps or the weight offset is not finite"
     for dtype in dtypes:
-        if dtype is not None and dtype not in _DTYPE_NAMES:
+        if dtype is not None and dtype not in DTYPE_NAMES:
             return f"rounds to {_short(dtype)}; the kernel knows {_known_dtypes()}"
     return None
 
@@ -172,7 +172,7 @@ def _check_numbers(eps: float, weight_offset: float, dtypes: tuple[torch.dtype |
 def _check_dtype(name: str, tensor: torch.Tensor) -> str | None:
     if tensor.layout is not torch.strided:
         return f"{name} is not a strided tensor"
-    if tensor.dtype not in _DTYPE_NAMES:
+    if tensor.dtype not in DTYPE_NAMES:
         return f"{name} is {_short(tensor.dtype)}; the kernel takes {_known_dtypes()}"
     return None
 
@@ -233,7 +233,7 @@ def _check_eps_tensor(eps_tensor: torch.Tensor | None, x: torch.Tensor) -> str |
         return f"x is on {x.device}, eps on {eps_tensor.device}"
     if eps_tensor.dim() != 0:
         return f"eps is a tensor with {eps_tensor.dim()} dimensions, not 0"
-    if eps_tensor.dtype not in (*_DTYPE_NAMES, torch.float64):
+    if eps_tensor.dtype not in (*DTYPE_NAMES, torch.float64):
         return f"eps is {_short(eps_tensor.dtype)}, not a float"
     return None
 
@@ -250,17 +250,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _known_dtypes() -> str:
-    return ", ".join(_short(dtype) for dtype in _DTYPE_NAMES)
-
-
-@jit
-def _round_to(value, DTYPE: tl.constexpr):
-    """``value`` (float32) as if it had been stored in DTYPE and loaded again."""
-    if DTYPE == "bf16":
-        value = value.to(tl.bfloat16).to(tl.float32)
-    if DTYPE == "fp16":
-        value = value.to(tl.float16).to(tl.float32)
-    return value
+    return ", ".join(_short(dtype) for dtype in DTYPE_NAMES)
 
 
 @jit
@@ -293,14 +283,14 @@ def _load_sum(x_pointers, residual_pointers, mask, SUM_DTYPE: tl.constexpr, EVIC
     value = _load(x_pointers, mask, EVICTION).to(tl.float32)
     if residual_pointers is not None:
         residual = _load(residual_pointers, mask, EVICTION).to(tl.float32)
-        value = _round_to(value + residual, SUM_DTYPE)
+        value = round_to(value + residual, SUM_DTYPE)
     return value
 
 
 @jit
 def _inverse_rms(sum_of_squares, eps_ptr, EPS: tl.constexpr, N_COLS: tl.constexpr, ROOT_DTYPE: tl.constexpr):
     eps = tl.full([], EPS, tl.float32) if eps_ptr is None else tl.load(eps_ptr).to(tl.float32)
-    return _round_to(tl.rsqrt(sum_of_squares / N_COLS + eps), ROOT_DTYPE)
+    return round_to(tl.rsqrt(sum_of_squares / N_COLS + eps), ROOT_DTYPE)
 
 
 @jit
@@ -316,15 +306,15 @@ def _scale_and_shift(
     SHIFTED_DTYPE: tl.constexpr,
 ):
     """What follows the normalisation, in float32, rounded wherever the reference rounds."""
-    y = _round_to(normed, NORM_DTYPE)
+    y = round_to(normed, NORM_DTYPE)
     if weight is not None:
-        w = _round_to(weight.to(tl.float32), WEIGHT_DTYPE)
+        w = round_to(weight.to(tl.float32), WEIGHT_DTYPE)
         if WEIGHT_OFFSET != 0.0:
-            w = _round_to(w + tl.full([], WEIGHT_OFFSET, tl.float32), WEIGHT_DTYPE)
-        y = _round_to(y * w, SCALED_DTYPE)
-    y = _round_to(y, PRODUCT_DTYPE)
+            w = round_to(w + tl.full([], WEIGHT_OFFSET, tl.float32), WEIGHT_DTYPE)
+        y = round_to(y * w, SCALED_DTYPE)
+    y = round_to(y, PRODUCT_DTYPE)
     if bias is not None:
-        y = _round_to(y + bias.to(tl.float32), SHIFTED_DTYPE)
+        y = round_to(y + bias.to(tl.float32), SHIFTED_DTYPE)
     return y
 
 
@@ -589,7 +579,7 @@ def add_rms_norm_plan(
         "EPS": float(eps),
         "WEIGHT_OFFSET": float(weight_offset),
         "WEIGHT_GROUPS": _groups(weight, x),
-        "SUM_DTYPE": _DTYPE_NAMES[sum_dtype],
+        "SUM_DTYPE": DTYPE_NAMES[sum_dtype],
         **rounding,
     }
     return _plan(x, residual, operands, numbers, {"out": out_dtype, "sum": sum_dtype}, target, config)
@@ -611,12 +601,12 @@ def _rounding(
     scaled = norm_dtype if weight is None else torch.promote_types(norm_dtype, weight_dtype)
     shifted = product_dtype if bias is None else torch.promote_types(product_dtype, bias.dtype)
     return {
-        "ROOT_DTYPE": _DTYPE_NAMES[root_dtype or torch.float32],
-        "WEIGHT_DTYPE": _DTYPE_NAMES[weight_dtype],
-        "NORM_DTYPE": _DTYPE_NAMES[norm_dtype],
-        "SCALED_DTYPE": _DTYPE_NAMES[scaled],
-        "PRODUCT_DTYPE": _DTYPE_NAMES[product_dtype],
-        "SHIFTED_DTYPE": _DTYPE_NAMES[shifted],
+        "ROOT_DTYPE": DTYPE_NAMES[root_dtype or torch.float32],
+        "WEIGHT_DTYPE": DTYPE_NAMES[weight_dtype],
+        "NORM_DTYPE": DTYPE_NAMES[norm_dtype],
+        "SCALED_DTYPE": DTYPE_NAMES[scaled],
+        "PRODUCT_DTYPE": DTYPE_NAMES[product_dtype],
+        "SHIFTED_DTYPE": DTYPE_NAMES[shifted],
     }
 
 

@@ -16,17 +16,18 @@ from collections.abc import Sequence
 
 import torch
 
-from .launch import empty_ordered, ordered
+from .launch import Plan, empty_ordered, ordered
 from .operator import define_operator
+from .rotation import PAIRINGS, Rotation, RotationConfig, Turn, rotated, rotation_plan, rotation_supports
 from .target import Target
+
+__all__ = ["PAIRINGS", "ROPE", "rope_reference"]
 
 SCHEMA = (
     "portable_ops::rope(Tensor x, Tensor cos, Tensor? sin=None, *, str pairing, str out_pairing, int rotary_dim, "
     "int offset=0, int sections=1, ScalarType compute_dtype, ScalarType product_dtype, "
     "ScalarType out_dtype, int[]? out_order=None) -> Tensor"
 )
-
-PAIRINGS = ("half", "interleaved")
 
 
 def rope_reference(
@@ -54,22 +55,10 @@ def rope_reference(
     dimensions of the result from outermost to innermost in memory (dense); None means contiguous.
     Raises ValueError for a pairing that does not exist and for sizes that do not fit.
     """
-    if pairing not in PAIRINGS or out_pairing not in PAIRINGS:
-        raise ValueError(f"pairing must be one of {PAIRINGS}, got {pairing!r} and {out_pairing!r}")
-    if rotary_dim % (2 * sections) or offset + rotary_dim > x.shape[-1]:
-        raise ValueError(f"{sections} sections in {rotary_dim} elements at {offset} do not fit {x.shape[-1]} elements")
     if sin is None:
         cos, sin = cos.real, cos.imag
-    u, v = _pairs(x[..., offset : offset + rotary_dim].to(compute_dtype), pairing, sections)
-    cos_u, cos_v = _table(cos.to(compute_dtype), out_pairing, rotary_dim, sections)
-    sin_u, sin_v = _table(sin.to(compute_dtype), out_pairing, rotary_dim, sections)
-    turned_u = (u * cos_u).to(product_dtype) - (v * sin_u).to(product_dtype)
-    turned_v = (v * cos_v).to(product_dtype) + (u * sin_v).to(product_dtype)
-    dim = -2 if out_pairing == "half" else -1
-    turned = torch.stack((turned_u, turned_v), dim).flatten(-3).to(out_dtype)
-    before, after = x[..., :offset], x[..., offset + rotary_dim :]
-    out = torch.cat((before.to(out_dtype), turned, after.to(out_dtype)), -1) if rotary_dim != x.shape[-1] else turned
-    return ordered(out, out_order)
+    turn = Turn(pairing, out_pairing, rotary_dim, offset, sections, compute_dtype, product_dtype, out_dtype)
+    return ordered(rotated(x, cos, sin, turn), out_order)
 
 
 def rope_fake(
@@ -85,23 +74,44 @@ def rope_fake(
     return empty_ordered(x.shape, out_order, out_dtype, x.device)
 
 
-def _pairs(x: torch.Tensor, pairing: str, sections: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """First and second elements of the pairs, each (..., sections, pairs of a section)."""
-    shape = (sections, 2, -1) if pairing == "half" else (sections, -1, 2)
-    return x.unflatten(-1, shape).unbind(-2 if pairing == "half" else -1)
+def _rotation(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pairing: str,
+    out_pairing: str,
+    rotary_dim: int,
+    compute_dtype: torch.dtype,
+    product_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    offset: int = 0,
+    sections: int = 1,
+    out_order: Sequence[int] | None = None,
+) -> Rotation:
+    turn = Turn(pairing, out_pairing, rotary_dim, offset, sections, compute_dtype, product_dtype, out_dtype)
+    return Rotation({"x": x}, cos, sin, turn, {"x": out_order})
 
 
-def _table(table: torch.Tensor, pairing: str, rotary_dim: int, sections: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What multiplies the first and the second elements."""
-    if table.shape[-1] == rotary_dim:
-        return _pairs(table, pairing, sections)
-    per_pair = table.unflatten(-1, (sections, -1))
-    return per_pair, per_pair
+def rope_supports(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor | None = None, *, target: Target, **rest: object
+) -> str | None:
+    """None, or in one line which argument stands in the way and what would be needed."""
+    if sin is None:
+        return "cos is complex, needs cosine and sine apart"
+    return rotation_supports(_rotation(x, cos, sin, **rest), target)
 
 
-def supports(x: torch.Tensor, *, target: Target, **_: object) -> str | None:
-    """There is only the meaning so far, and it holds everywhere."""
-    return None
+def rope_plan(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    target: Target,
+    config: RotationConfig | None = None,
+    **rest: object,
+) -> Plan:
+    """The launch for one call that ``rope_supports`` accepts; ``config`` overrides the choice, for sweeps."""
+    return rotation_plan(_rotation(x, cos, sin, **rest), target, "rotation", config)
 
 
-ROPE = define_operator(SCHEMA, reference=rope_reference, supports=supports, fake=rope_fake)
+ROPE = define_operator(SCHEMA, reference=rope_reference, supports=rope_supports, plan=rope_plan, fake=rope_fake)

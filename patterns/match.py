@@ -110,7 +110,11 @@ class Match:
     whose work the operator takes over.  ``bound``: what the match found (eps, rounding points, heads), for the
     report.  ``order``: the order in which a single result has its dimensions, where that is not the graph's.
     ``view``: the view that leads from the shape of the first result to the shape of the node that it replaces.
-    ``instead``: a smaller match that is decided on where this one is declined.
+    ``instead``: a smaller match that is decided on where this one is declined.  ``parts``: the matches that this one
+    joins; each counts, and is tried where it stands if this one is declined.
+
+    Of an operator that writes operands, ``outputs`` go on with what stands for these operands afterwards.  They must
+    be inputs of the graph that the graph itself overwrites with that, so that nothing has to be copied.
     """
 
     pattern: str
@@ -124,6 +128,7 @@ class Match:
     order: tuple[int, ...] | None = None
     view: fx.Node | None = None
     instead: Match | None = None
+    parts: tuple[Match, ...] = ()
 
     @property
     def source(self) -> str:
@@ -165,9 +170,9 @@ class Match:
         args = {name: _inserted(a) for name, a in self.args.items()}
         after = max(after, *(a for a in args.values() if isinstance(a, fx.Node)))
         with graph.inserting_after(after):
-            call = graph.call_function(self.operator.op, kwargs=args)
+            call = _inserted_call(graph, self.operator, args)
         call.meta = _inherit(next(o for o in self.outputs if o is not None))
-        single = len(self.operator.op._schema.returns) == 1
+        single = len(self.operator.op._schema.returns) == 1 and not self.operator.mutated
         if single and self.order is None and self.view is None:
             self.outputs[0].replace_all_uses_with(call)
             return call
@@ -192,9 +197,9 @@ class Match:
         """The example value of the operator's results; running the operator on fake tensors is slow."""
         if self.order is not None:
             return self.outputs[0].meta["val"].permute(self.order)
-        if self.view is not None or None in self.outputs:
+        if self.view is not None or (None in self.outputs and not self.operator.mutated):
             return self.operator.op(**self.values())
-        return tuple(o.meta["val"] for o in self.outputs)
+        return tuple(None if o is None else o.meta["val"] for o in self.outputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +209,8 @@ class Pattern:
     ``anchors(node)`` picks candidates cheaply; ``match(node)`` returns a Match, or a Recognised for what is the
     pattern but cannot be rewritten, raises :class:`Unmatched` with the reason, or returns None where the candidate is
     plainly something else and not worth a word.  ``last``: it is tried when the others have been through the whole
-    graph, because what it takes may belong to something larger.
+    graph, because what it takes may belong to something larger.  ``first``: it is tried before the others, because it
+    joins what they would take one by one; nothing is said of it where it does not match.
     """
 
     name: str
@@ -212,6 +218,7 @@ class Pattern:
     anchors: Callable[[fx.Node], bool]
     match: Callable[[fx.Node], Match | Recognised | None]
     last: bool = False
+    first: bool = False
 
     def try_match(self, node: fx.Node) -> Match | Recognised | Miss | None:
         try:
@@ -268,6 +275,19 @@ def _nodes(arguments: tuple[Any, ...]) -> list[fx.Node]:
 
 def _inserted(argument: Any) -> Any:
     return argument.insert() if isinstance(argument, Permuted | Call) else argument
+
+
+def _inserted_call(graph: fx.Graph, called: Operator, args: dict[str, Any]) -> fx.Node:
+    """A call of an operator; one that writes operands stands in a functional graph as AOTAutograd would put it.
+
+    Inductor turns it into the call itself, on copies of the operands unless the graph overwrites them anyway.
+    """
+    if not called.mutated:
+        return graph.call_function(called.op, kwargs=args)
+    kwargs = {name: a for name, a in args.items() if name not in called.mutated}
+    kwargs |= {f"_{name}_base_index": i for i, name in enumerate(called.mutated)}
+    kwargs["_all_bases"] = [args[name] for name in called.mutated]
+    return graph.call_function(torch.ops.higher_order.auto_functionalized_v2, (called.op,), kwargs)
 
 
 def _insert(after: fx.Node, target: Any, args: tuple[Any, ...], old: fx.Node) -> fx.Node:

@@ -578,15 +578,27 @@ def _build(anchor: fx.Node, parts: Sequence[_Turned], x: fx.Node | Call, layout:
         "product_dtype": first.product,
         "out_dtype": val(node).dtype,
     }
+    cos, sin = _tables(parts)
     args: dict[str, Any] = {
         "x": x,
-        "cos": _table(tuple(p.cos for p in parts)),
-        "sin": None if first.sin is None else _table(tuple(p.sin for p in parts)),
+        "cos": cos,
+        "sin": sin,
         **bound,
         "out_order": algebra.unless_plain(order),
     }
     inner = algebra.between(x.args[0] if isinstance(x, Call) else x, node)
     return Match("rope", "rope", anchor, ROPE, args, (node,), inner, bound)
+
+
+def _tables(parts: Sequence[_Turned]) -> tuple[fx.Node | Call, fx.Node | Call]:
+    """Cosine and sine of all parts; those of a complex table are its real and imaginary parts."""
+    cos = _table(tuple(p.cos for p in parts))
+    if parts[0].sin is not None:
+        return cos, _table(tuple(p.sin for p in parts))
+    if any(val(p.cos).is_conj() for p in parts):
+        raise Unmatched("the complex table is a conjugate that only exists as such")
+    numbers = Call(aten.view_as_real.default, (cos,))
+    return Call(aten.select.int, (numbers, -1, 0)), Call(aten.select.int, (numbers, -1, 1))
 
 
 def _table(tables: tuple[fx.Node, ...]) -> fx.Node | Call:

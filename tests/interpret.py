@@ -40,7 +40,10 @@ class Interpreter:
         )
 
     def __call__(self, plan: Plan, operands: Mapping[str, Any]) -> list[torch.Tensor]:
-        """The outputs of ``plan`` in order; ``operands`` are the operator's arguments by name."""
+        """The outputs of ``plan`` in order; ``operands`` are the operator's arguments by name.
+
+        What the plan declares to write is written in the caller's tensors.
+        """
         tensors = {k: v for k, v in operands.items() if isinstance(v, torch.Tensor)}
         if any(t.device.type != "cpu" for t in tensors.values()):
             raise ValueError("the interpreter takes CPU tensors")
@@ -51,11 +54,13 @@ class Interpreter:
         pickle.dump((dataclasses.replace(plan, launches=launches), tensors), self._process.stdin)
         self._process.stdin.flush()
         try:
-            failure, outputs = pickle.load(self._process.stdout)
+            failure, outputs, mutated = pickle.load(self._process.stdout)
         except EOFError:
             raise RuntimeError(f"the interpreter ended with status {self._process.wait()}") from None
         if failure is not None:
             raise RuntimeError(f"in the interpreter:\n{failure}")
+        for name, written in zip(plan.mutated, mutated, strict=True):
+            tensors[name].copy_(written)
         return outputs
 
     def close(self) -> None:
@@ -109,9 +114,10 @@ def _serve() -> None:
         except EOFError:
             return
         try:
-            reply = None, run(_with_kernels(plan), operands, torch.device("cpu"))
+            outputs = run(_with_kernels(plan), operands, torch.device("cpu"))
+            reply = None, outputs, [operands[name] for name in plan.mutated]
         except Exception:
-            reply = traceback.format_exc(), None
+            reply = traceback.format_exc(), None, None
         pickle.dump(reply, replies)
         replies.flush()
 

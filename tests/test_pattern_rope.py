@@ -46,7 +46,8 @@ def assert_matched(tracing: ModuleType, model: Callable, *args: Tensor, count: i
         report = traced.report
         assert not report.misses, report.misses
         assert report.rewritten["rope"] == report.counts["rope"] == count
-        assert traced.after.count("portable_ops.rope.default") == count
+        both = traced.after.count("portable_ops.qk_rope.default")
+        assert traced.after.count("portable_ops.rope.default") + 2 * both == count
         tracing.assert_as_good_as_eager(traced.result, model, *args)
     return dict(report.sites[0].bound)
 
@@ -551,7 +552,7 @@ def test_the_default_gate_recognises_and_leaves_alone(tracing: ModuleType) -> No
         traced = tracing.trace(llama, *args)
         assert traced.after == traced.before == tracing.stock_graph(llama, *args)
     assert [(s.kind, s.decision, s.reason) for s in traced.report.sites] == [
-        ("rope", "declined", "recognised; there is no kernel for it yet")
+        ("rope", "declined", "no measurement on sm_90 says that it pays here (gate=measure takes one)")
     ]
 
 
@@ -580,6 +581,7 @@ def test_dynamic_shapes(rope: Callable, width: int, repeat: str, everything: boo
             torch._dynamo.mark_dynamic(table, (0, 1))
     # With dynamic=True the width of a slice that a table's width decides is a symbol as well.
     static = [torch._dynamo.mark_static(t, t.dim() - 1) for t in args] if everything else []
+    torch._dynamo.mark_static(args[0], 1)  # kernels are made for a number of heads
     assert len(static) in (0, 3)
     with torch.no_grad():
         traced = tracing.trace(rope, *args, gate="always", dynamic=True if everything else None)
