@@ -1,4 +1,4 @@
-"""A Hugging Face Llama with random weights: decoding over a static cache, prefill, memory, compile time.
+"""A Hugging Face Llama (or Qwen3) with random weights: decoding over a static cache, prefill, memory, compile time.
 
 Every decoding step runs at the same position: the cache is filled by a real prefill, and the counters by
 which it knows its length are set back before each step, outside the timed region.
@@ -18,7 +18,14 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    StaticCache,
+)
 
 from . import harness, truth
 from .harness import Candidate, Clock, progress
@@ -28,6 +35,13 @@ IMPLS = ("eager", BASELINE, "portable_ops")
 """Fewer than for a single operator: each costs a compilation of the whole model."""
 
 SECTIONS = ("decode", "prefill", "memory", "host", "compile", "tokens")
+MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+SHAPES = {
+    "llama": {},
+    "qwen3": {"intermediate_size": 12288, "layers": 36, "vocab_size": 151936},
+}
+"""What each of MODELS has otherwise than the defaults: the shapes of Llama 3 8B and Qwen3 8B."""
+
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -46,6 +60,7 @@ TINY = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this benchmark; the defaults are the shapes of Llama 3 8B."""
+    parser.add_argument("--model", choices=MODELS, default="llama", action=_Shapes, help="give it before its sizes")
     parser.add_argument("--hidden-size", type=int, default=4096)
     parser.add_argument("--intermediate-size", type=int, default=14336)
     parser.add_argument("--layers", type=int, default=32)
@@ -62,9 +77,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", type=_sections, default=SECTIONS, help=f"of {','.join(SECTIONS)}")
 
 
+class _Shapes(argparse.Action):
+    """Sets the sizes of a model along with its name."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: str, *_: object) -> None:
+        vars(namespace).update(SHAPES[value], model=value)
+
+
 def _shape(text: str) -> tuple[int, int]:
     batch, length = text.split("x")
     return int(batch), int(length)
+
+
+def _prefix(args: argparse.Namespace) -> str:
+    """What tells the cases of other models from Llama's."""
+    return "" if args.model == "llama" else f"{args.model}: "
 
 
 def _sections(text: str) -> tuple[str, ...]:
@@ -75,15 +102,17 @@ def _sections(text: str) -> tuple[str, ...]:
     return chosen
 
 
-def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
+def make_model(args: argparse.Namespace) -> PreTrainedModel:
     """The model: bf16 on a GPU, fp32 on a CPU."""
     torch.manual_seed(0)
-    config = LlamaConfig(
+    make_config, make = MODELS[args.model]
+    config = make_config(
         hidden_size=args.hidden_size,
         intermediate_size=args.intermediate_size,
         num_hidden_layers=args.layers,
         num_attention_heads=args.heads,
         num_key_value_heads=args.kv_heads,
+        head_dim=args.hidden_size // args.heads,
         vocab_size=args.vocab_size,
         max_position_embeddings=max(8192, args.cache),
         rope_parameters={"rope_type": "default", "rope_theta": 5e5},
@@ -93,7 +122,7 @@ def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
     torch.set_default_dtype(torch.float32 if args.device == "cpu" else torch.bfloat16)
     try:
         with torch.device(args.device):
-            return LlamaForCausalLM(config).eval().requires_grad_(False)
+            return make(config).eval().requires_grad_(False)
     finally:
         torch.set_default_dtype(usual)
 
@@ -105,7 +134,7 @@ class DecodeStep:
     """
 
     def __init__(
-        self, model: LlamaForCausalLM, args: argparse.Namespace, batch: int, position: int | None = None
+        self, model: PreTrainedModel, args: argparse.Namespace, batch: int, position: int | None = None
     ) -> None:
         self.position = args.position if position is None else position
         self.cache = StaticCache(config=model.config, max_cache_len=args.cache)
@@ -130,7 +159,7 @@ class DecodeStep:
         self.rewind()
         return self(f).clone()
 
-    def exact(self, wide: LlamaForCausalLM) -> Tensor:
+    def exact(self, wide: PreTrainedModel) -> Tensor:
         """The logits of ``wide``, the model in a wider dtype, over the same keys and values."""
         own = copy.copy(self)
         own.cache = copy.deepcopy(self.cache)
@@ -139,7 +168,7 @@ class DecodeStep:
         return own.run(wide)
 
 
-def widened(model: LlamaForCausalLM) -> LlamaForCausalLM:
+def widened(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of ``model`` in the next wider dtype, the truth (float64 would not fit beside an 8B model)."""
     return copy.deepcopy(model).to(torch.float64 if model.dtype == torch.float32 else torch.float32)
 
@@ -163,9 +192,9 @@ def run(args: argparse.Namespace) -> Iterator[list[Row]]:
             yield tokens(model, args)
 
 
-def decode(model: LlamaForCausalLM, args: argparse.Namespace, batch: int) -> list[Row]:
+def decode(model: PreTrainedModel, args: argparse.Namespace, batch: int) -> list[Row]:
     """One decoding step as users run it: compiled with ``--mode``, over a static cache."""
-    case = f"decode, batch {batch}, cache {args.cache}, position {args.position}, {args.mode}"
+    case = f"{_prefix(args)}decode, batch {batch}, cache {args.cache}, position {args.position}, {args.mode}"
     step, eager, exact = decode_truth(case, model, args, batch)
     candidates, reserved = [], []
     torch._dynamo.reset()
@@ -182,9 +211,9 @@ def decode(model: LlamaForCausalLM, args: argparse.Namespace, batch: int) -> lis
     return harness.with_baseline(rows)
 
 
-def without_cuda_graphs(model: LlamaForCausalLM, args: argparse.Namespace, batch: int) -> list[Row]:
+def without_cuda_graphs(model: PreTrainedModel, args: argparse.Namespace, batch: int) -> list[Row]:
     """The same step without CUDA graphs: host time of the call and peak memory."""
-    case = f"decode, batch {batch}, cache {args.cache}, position {args.position}, no CUDA graphs"
+    case = f"{_prefix(args)}decode, batch {batch}, cache {args.cache}, position {args.position}, no CUDA graphs"
     step, eager, exact = decode_truth(case, model, args, batch)
     torch._dynamo.reset()
     candidates = [harness.prepare(impl, model, step.run, runs=2, **flags(impl)) for impl in args.impl]
@@ -201,7 +230,7 @@ def without_cuda_graphs(model: LlamaForCausalLM, args: argparse.Namespace, batch
 
 
 def decode_truth(
-    case: str, model: LlamaForCausalLM, args: argparse.Namespace, batch: int
+    case: str, model: PreTrainedModel, args: argparse.Namespace, batch: int
 ) -> tuple[DecodeStep, list[truth.Error], Tensor]:
     """A step, eager's error in it, and its logits in a wider dtype."""
     progress.print(case, highlight=False)
@@ -230,10 +259,10 @@ def reserved_bytes(device: str) -> int:
     return torch.cuda.memory_reserved()
 
 
-def prefill(model: LlamaForCausalLM, args: argparse.Namespace) -> list[Row]:
+def prefill(model: PreTrainedModel, args: argparse.Namespace) -> list[Row]:
     """A whole prompt without a cache, last logits only, compiled in the default mode."""
     batch, length = args.prefill
-    case = f"prefill, {batch} x {length}"
+    case = f"{_prefix(args)}prefill, {batch} x {length}"
     progress.print(case, highlight=False)
     ids = torch.randint(args.vocab_size, (batch, length), device=args.device)
 
@@ -253,7 +282,7 @@ def prefill(model: LlamaForCausalLM, args: argparse.Namespace) -> list[Row]:
 
 def cold_compile(args: argparse.Namespace) -> list[Row]:
     """Time to the first result of one decoding step in a fresh process: empty caches, workers warm."""
-    case = f"cold compile of decode, batch {args.batch[-1]}, {args.layers} layers"
+    case = f"{_prefix(args)}cold compile of decode, batch {args.batch[-1]}, {args.layers} layers"
     progress.print(case, highlight=False)
     impls = [impl for impl in args.impl if impl in (BASELINE, "portable_ops")]
     seconds: dict[str, list[float]] = {impl: [] for impl in impls}
@@ -274,6 +303,7 @@ def compile_once(args: argparse.Namespace, impl: str) -> float:
     """Seconds of one cold compilation, in a process of its own."""
     sizes = ("hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "vocab_size", "cache")
     command = [sys.executable, "-m", "benchmarks.cold_compile", "--device", args.device, "--impl", impl]
+    command += ["--model", args.model]  # before its sizes
     for name in sizes:
         command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
     command += ["--batch", str(args.batch[-1])]
@@ -285,7 +315,7 @@ def compile_once(args: argparse.Namespace, impl: str) -> float:
     return json.loads(run.stdout.splitlines()[-1])["seconds"]
 
 
-def tokens(model: LlamaForCausalLM, args: argparse.Namespace) -> list[Row]:
+def tokens(model: PreTrainedModel, args: argparse.Namespace) -> list[Row]:
     """Greedy tokens of eager and of each implementation.
 
     Every implementation is also fed eager's tokens, so that each choice is made from the same context.
@@ -293,7 +323,7 @@ def tokens(model: LlamaForCausalLM, args: argparse.Namespace) -> list[Row]:
     of its logits in that place, judged against a wider dtype.
     """
     batch, length = args.batch[-1], 16
-    case = f"{args.tokens} greedy tokens, batch {batch}"
+    case = f"{_prefix(args)}{args.tokens} greedy tokens, batch {batch}"
     progress.print(case, highlight=False)
     prompt = torch.randint(args.vocab_size, (batch, length), device=args.device)
     cache = StaticCache(config=model.config, max_cache_len=args.cache)
@@ -330,7 +360,7 @@ class Decoder:
     The cache stays the same object: compiled code is bound to its addresses.
     """
 
-    def __init__(self, f: Callable, by: LlamaForCausalLM, cache: StaticCache) -> None:
+    def __init__(self, f: Callable, by: PreTrainedModel, cache: StaticCache) -> None:
         self.f, self.by, self.cache = f, by, cache
         self.position = 0
 

@@ -89,16 +89,6 @@ def _load(pointers, mask):
 
 
 @jit
-def _load_repeated(pointers, mask, BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr, COLUMNS: tl.constexpr):
-    """What all heads share, loaded by every thread where it needs it.
-
-    Loaded once, it would lie in other threads than the heads and go through shared memory behind a barrier.
-    """
-    pointers = tl.broadcast_to(pointers, [BLOCK_TOKENS, BLOCK_HEADS, COLUMNS])
-    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-
-
-@jit
 def _element(pair, SECOND: tl.constexpr, PAIRING: tl.constexpr, SECTION: tl.constexpr, PAIRS: tl.constexpr):
     """Where the first or second element of ``pair`` is; SECTION pairs make up a section."""
     if PAIRING == "interleaved":
@@ -127,20 +117,25 @@ def _scaled(
 
 @jit
 def _load_pairs(
-    x_row, pair, in_rows, in_pairs,
+    row, pair, in_rows, in_pairs, STEP: tl.constexpr,
     PAIRING: tl.constexpr, SECTION: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
 ):
-    """The first and second elements of pairs, in float32; neighbours are loaded together and parted in registers."""
+    """The first and second elements of pairs, in float32; neighbours are loaded together and parted in registers.
+
+    ``row``: pointers [tokens, heads, 1], also to what all heads share.  Loaded once for them, that would lie in other
+    threads than theirs and go through shared memory behind a barrier.
+    """
+    row = tl.broadcast_to(row, [BLOCK_TOKENS, BLOCK_HEADS, 1])
     if PAIRING == "interleaved":
         both = tl.arange(0, 2 * BLOCK_PAIRS)[None, None, :]
         if BLOCK_PAIRS != PAIRS:
             in_rows &= both < 2 * PAIRS
-        loaded = _load(x_row + both, in_rows).to(tl.float32)
+        loaded = _load(row + both * STEP, in_rows).to(tl.float32)
         u, v = tl.split(tl.reshape(loaded, [BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS, 2]))
     else:
-        u = _load(x_row + _element(pair, 0, PAIRING, SECTION, PAIRS), in_rows & in_pairs).to(tl.float32)
-        v = _load(x_row + _element(pair, 1, PAIRING, SECTION, PAIRS), in_rows & in_pairs).to(tl.float32)
+        u = _load(row + _element(pair, 0, PAIRING, SECTION, PAIRS) * STEP, in_rows & in_pairs).to(tl.float32)
+        v = _load(row + _element(pair, 1, PAIRING, SECTION, PAIRS) * STEP, in_rows & in_pairs).to(tl.float32)
     return u, v
 
 
@@ -165,20 +160,20 @@ def _store_pairs(
 
 @jit
 def _load_table(
-    row, pair, mask, STEP: tl.constexpr, FULL: tl.constexpr, COMPUTE_DTYPE: tl.constexpr,
+    row, pair, in_rows, in_pairs, STEP: tl.constexpr, FULL: tl.constexpr, COMPUTE_DTYPE: tl.constexpr,
     PAIRING: tl.constexpr, SECTION: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
 ):
     """What multiplies the first and the second elements of pairs, one value for both unless FULL."""
     if FULL:
-        first = row + _element(pair, 0, PAIRING, SECTION, PAIRS) * STEP
-        second = row + _element(pair, 1, PAIRING, SECTION, PAIRS) * STEP
-        of_u = round_to(_load_repeated(first, mask, BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
-        of_v = round_to(_load_repeated(second, mask, BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
+        of_u, of_v = _load_pairs(
+            row, pair, in_rows, in_pairs, STEP, PAIRING, SECTION, PAIRS, BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS
+        )
     else:
-        of_u = round_to(_load_repeated(row + pair * STEP, mask, BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
+        row = tl.broadcast_to(row, [BLOCK_TOKENS, BLOCK_HEADS, 1])
+        of_u = _load(row + pair * STEP, in_rows & in_pairs).to(tl.float32)
         of_v = of_u
-    return of_u, of_v
+    return round_to(of_u, COMPUTE_DTYPE), round_to(of_v, COMPUTE_DTYPE)
 
 
 @jit
@@ -210,14 +205,14 @@ def _rotate_heads(
         in_pairs = pair < PAIRS
 
     u, v = _load_pairs(
-        x_row + OFFSET, pair, in_rows, in_pairs, PAIRING, SECTION, PAIRS, BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS
+        x_row + OFFSET, pair, in_rows, in_pairs, 1, PAIRING, SECTION, PAIRS, BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS
     )
     cos_u, cos_v = _load_table(
-        cos_row, pair, in_rows & in_pairs, COS_STEP, FULL_TABLES, COMPUTE_DTYPE, OUT_PAIRING, SECTION, PAIRS,
+        cos_row, pair, in_rows, in_pairs, COS_STEP, FULL_TABLES, COMPUTE_DTYPE, OUT_PAIRING, SECTION, PAIRS,
         BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS,
     )
     sin_u, sin_v = _load_table(
-        sin_row, pair, in_rows & in_pairs, SIN_STEP, FULL_TABLES, COMPUTE_DTYPE, OUT_PAIRING, SECTION, PAIRS,
+        sin_row, pair, in_rows, in_pairs, SIN_STEP, FULL_TABLES, COMPUTE_DTYPE, OUT_PAIRING, SECTION, PAIRS,
         BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS,
     )
     if ROTARY_DIM < HEAD_DIM:  # what passes through, on both sides of the rotary part
@@ -232,12 +227,12 @@ def _rotate_heads(
         weight_rest = None
         if weight is not None:
             w = weight + head * WEIGHT_HEAD
-            first = w + OFFSET + _element(pair, 0, PAIRING, SECTION, PAIRS)
-            second = w + OFFSET + _element(pair, 1, PAIRING, SECTION, PAIRS)
-            weight_u = _load_repeated(first, in_rows & in_pairs, BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS)
-            weight_v = _load_repeated(second, in_rows & in_pairs, BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS)
+            weight_u, weight_v = _load_pairs(
+                w + OFFSET, pair, in_rows, in_pairs, 1, PAIRING, SECTION, PAIRS, BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS
+            )
             if ROTARY_DIM < HEAD_DIM:
-                weight_rest = _load_repeated(w + other, in_rest, BLOCK_TOKENS, BLOCK_HEADS, BLOCK_REST)
+                w = tl.broadcast_to(w, [BLOCK_TOKENS, BLOCK_HEADS, 1])
+                weight_rest = _load(w + other, in_rest).to(tl.float32)
         squares = tl.sum(u * u + v * v, axis=2, keep_dims=True)
         if ROTARY_DIM < HEAD_DIM:
             squares += tl.sum(rest * rest, axis=2, keep_dims=True)
@@ -385,11 +380,10 @@ def choose_config(n_tokens: int, q_heads: int, k_heads: int, head_dim: int, targ
     Few tokens: few heads a program, so that there are as many programs as can be.
     """
     vectors = max(1, _power_of_two(head_dim) // 8)  # accesses of 16 bytes for one head of a short type
-    heads = _power_of_two(max(q_heads, k_heads))
     enough = n_tokens * (q_heads + k_heads) > 16 * target.num_processors
-    block_heads = min(heads, max(1, (128 if enough else 64) // vectors))
-    if q_heads % block_heads or k_heads % block_heads:
-        block_heads = min(block_heads, max(1, math.gcd(q_heads, k_heads) & -math.gcd(q_heads, k_heads), 4))
+    block_heads = min(_power_of_two(max(q_heads, k_heads)), max(1, (128 if enough else 64) // vectors))
+    while block_heads > 1 and sum(-heads % block_heads for heads in (q_heads, k_heads)) * 4 > q_heads + k_heads:
+        block_heads //= 2  # a quarter of the rows at most is beside the heads
     threads = max(target.warp_size, block_heads * vectors // 2)
     return RotationConfig(1, block_heads, max(1, min(8, _power_of_two(threads) // target.warp_size)))
 
