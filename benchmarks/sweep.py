@@ -4,6 +4,9 @@ Each case is a cell of a grid of sizes; a size between two grid points belongs t
 beyond the last one to the last.  ``python -m benchmarks tables`` turns the cells of all committed results into the
 rules of ``inductor_ext/gate_tables/<arch>.json``: take a rewrite where it is at least 2 % faster than stock Inductor.
 ``--write-table`` does that after the sweep.
+
+``--frozen`` judges the table instead, on shapes that are in no grid (``frozen_rope.json``: random ones, drawn before
+anything was tuned): the default gate beside stock, and the worst ratio of the two.
 """
 
 from __future__ import annotations
@@ -24,14 +27,15 @@ from portable_ops.kernels.linear import MAX_ROWS
 from portable_ops.kernels.target import device_target
 from torch import Tensor
 
-from . import decode_attention, linear, prefill_attention, rms_norm
-from .harness import kernel_case
+from . import decode_attention, linear, prefill_attention, rms_norm, rope
+from .harness import kernel_case, progress
 from .results import BASELINE, RESULTS, Row
 from .truth import attention_truth
 
 OURS = "portable_ops gate=always"
 IMPLS = (BASELINE, OURS)
-OPERATORS = ("decode", "prefill", "rms_norm", "linear")
+OPERATORS = ("decode", "prefill", "rms_norm", "linear", "rope")
+FROZEN = Path(__file__).with_name("frozen_rope.json")
 TILE_ROWS = 16
 """One tile of the decode kernel; more rows (speculative decoding) have a larger tile and were not measured."""
 
@@ -61,17 +65,29 @@ LINEAR = {
 MAX_WEIGHT = 2**29
 LINEAR_ROWS = {1: {"max": 1}, MAX_ROWS: {"min": 2, "max": MAX_ROWS}}
 """One row has a kernel of its own; for more the time is that of MAX_ROWS, and so is stock's where weights are large."""
+ROPE = {
+    "rope": {"tokens": (16, 256, 2048, 16384), "heads": (16, 40, 64), "head_dim": (64, 128)},
+    "qk_norm_rope": {"tokens": (1, 64, 512, 2048, 16384), "heads": (16, 40, 64), "head_dim": (64, 128)},
+    "append": {"tokens": (1, 16, 64, 2048), "heads": (16, 40, 64), "head_dim": (64, 128)},
+}
+ROPE_HEADS = {6: (4, 2), 16: (14, 2), 40: (32, 8), 64: (32, 32)}
+ROPE_OPERATORS = {"rope": "qk_rope", "qk_norm_rope": "qk_rope", "append": "qk_rope_append"}
 NORM = {"rows": (16, 2048, 16384), "hidden_size": (2048, 4096, 8192)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the sweep."""
     parser.add_argument("--only", nargs="+", choices=OPERATORS, default=list(OPERATORS))
+    parser.add_argument("--frozen", action="store_true", help="judge the table on frozen shapes instead")
+    parser.add_argument("--kinds", nargs="+", choices=ROPE, default=list(ROPE), help="which frozen shapes, of rope")
     parser.add_argument("--write-table", action="store_true", help="write the gate's table for this GPU's architecture")
 
 
 def run(args: argparse.Namespace) -> Iterator[list[Row]]:
     """The rows of one cell after another; ``--write-table`` is done where the results are written."""
+    if args.frozen:
+        yield from _frozen(args)
+        return
     arch = device_target(torch.device(args.device)).arch
     for operator in args.only:
         for name, cell, rows in _CASES[operator](args):
@@ -173,7 +189,48 @@ def _linear_cases(args: argparse.Namespace) -> Iterator[Case]:
             yield name, cell, kernel_case(case, fn, tensors, linear.exact(fn, *tensors), args)
 
 
-_CASES = {"decode": _decode_cases, "prefill": _prefill_cases, "rms_norm": _norm_cases, "linear": _linear_cases}
+def _rope_cases(args: argparse.Namespace) -> Iterator[Case]:
+    for kind, grid in ROPE.items():
+        sizes = {"tokens": (3,), "heads": (6,), "head_dim": (16,)} if args.tiny else grid
+        for tokens, heads, D in itertools.product(*sizes.values()):
+            decodes = kind == "append" and tokens <= 64
+            B, S = (tokens, 1) if decodes else (1, tokens) if tokens < 2048 else (tokens // 1024, 1024)
+            cell = {
+                "tokens": _between(tokens, sizes["tokens"]),
+                "heads": _between(heads, sizes["heads"], open_ends=False),
+                "head_dim": _between(D, sizes["head_dim"], open_ends=False),
+                "norm": kind != "rope",
+                "append": kind == "append",
+                "partial": False,
+                "pairing": "half",
+            }
+            yield ROPE_OPERATORS[kind], cell, rope.measure((kind, B, S, *ROPE_HEADS[heads], D), args)
+
+
+def _frozen(args: argparse.Namespace) -> Iterator[list[Row]]:
+    """The default gate beside stock on shapes that no table was made from."""
+    args.impl = [BASELINE, "portable_ops"]
+    shapes = json.loads(FROZEN.read_text())
+    ratios: list[tuple[float, str]] = []
+    for sizes in itertools.chain(*zip(*(shapes[kind] for kind in args.kinds), strict=True)):
+        kind = args.kinds[len(ratios) % len(args.kinds)]
+        rows = rope.measure((kind, *((1, 2, 4, 2, 16) if args.tiny else sizes)), args)
+        ours = rows[-1]
+        ratios.append((ours["baseline_us"] / ours["us"], ours["case"]))
+        yield rows
+        if args.tiny:
+            break
+    ratio, case = min(ratios)
+    progress.print(f"worst of {len(ratios)} frozen shapes: {ratio:.3f}x stock ({case})", highlight=False)
+
+
+_CASES = {
+    "decode": _decode_cases,
+    "prefill": _prefill_cases,
+    "rms_norm": _norm_cases,
+    "linear": _linear_cases,
+    "rope": _rope_cases,
+}
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -235,7 +292,18 @@ def _rule(cell: dict[str, Any], row: Row) -> dict[str, Any]:
     return {"when": when, "take": take, "speedup": round(speedup, 3), "case": row["case"]}
 
 
-SIZES = ("kv_len", "batch_heads", "q_len", "head_dim", "rows", "hidden_size", "out_features", "in_features")
+SIZES = (
+    "tokens",
+    "heads",
+    "kv_len",
+    "batch_heads",
+    "q_len",
+    "head_dim",
+    "rows",
+    "hidden_size",
+    "out_features",
+    "in_features",
+)
 
 
 def merged(rules: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
