@@ -36,7 +36,7 @@ REACH = 80
 """How many nodes behind the first rotation the second one may stand: more than a layer has between its own."""
 
 _TURN = ("pairing", "out_pairing", "rotary_dim", "offset", "sections", "compute_dtype", "product_dtype", "out_dtype")
-_NORM = ("eps", "weight_offset", "root_dtype", "weight_dtype", "norm_dtype", "product_dtype", "out_dtype")
+_NORM = ("eps", "weight_offset", "root_dtype", "weight_dtype", "norm_dtype", "product_dtype")
 
 
 def match(anchor: fx.Node) -> Match | None:
@@ -118,33 +118,42 @@ def _examples(rotations: tuple[Match, Match]) -> tuple[list[torch.Tensor], list[
 
 @dataclasses.dataclass(frozen=True)
 class _Normed:
-    """``match``: a norm; ``x``: what it normalises, with its dimensions in the order of what is rotated."""
+    """``match``: a norm; ``x``: what it normalises, with its dimensions in the order of what is rotated.
+
+    ``out_dtype``: the type that the result is rounded to at last.
+    """
 
     match: Match
     x: fx.Node | Call
+    out_dtype: torch.dtype
 
 
 def _norms(rotations: tuple[Match, Match]) -> tuple[_Normed, _Normed] | None:
     """The norms in front of both rotations, if they differ in their weights only."""
     found = tuple(_norm(m.args["x"]) for m in rotations)
-    if None in found or any(found[0].match.args[name] != found[1].match.args[name] for name in _NORM):
+    if None in found or found[0].out_dtype != found[1].out_dtype:
         return None
-    return found
+    same = all(found[0].match.args[name] == found[1].match.args[name] for name in _NORM)
+    return found if same else None
 
 
 def _norm(x: fx.Node | Call) -> _Normed | None:
-    """The norm whose result ``x`` is, or a permutation of it."""
+    """The norm whose result ``x`` is, or a permutation, copy or cast of it."""
     if not isinstance(x, fx.Node):
         return None
-    order = tuple(range(val(x).dim()))
-    while algebra.is_op(x, aten.permute, aten.clone) or algebra.is_alias(x):
+    order, dtype, casts = tuple(range(val(x).dim())), val(x).dtype, 0
+    norm = _norm_ending_at(x)
+    while norm is None and (algebra.is_op(x, aten.permute, aten.clone) or algebra.is_alias(x) or algebra.is_cast(x)):
         if algebra.is_op(x, aten.permute):
             dims = [d % len(order) for d in x.args[1]]
             order = tuple(dims[d] for d in order)
+        casts += algebra.is_cast(x)
         x = x.args[0]
-    norm = _norm_ending_at(x)
+        norm = _norm_ending_at(x)
     if norm is None or norm.args["bias"] is not None or norm.args["eps_tensor"] is not None:
         return None
+    if casts > 1 or (casts and val(x).dtype != torch.float32):
+        return None  # it is rounded twice
     source = norm.args["x"]
     source = source.node if isinstance(source, Permuted) else source
     weight, size = norm.args["weight"], val(source).shape[-1]
@@ -153,7 +162,7 @@ def _norm(x: fx.Node | Call) -> _Normed | None:
     if weight is not None and not algebra.same_size(val(weight).shape[0], size):
         return None
     plain = order == tuple(range(len(order)))
-    return _Normed(norm, source if plain else Call(aten.permute.default, (source, list(order))))
+    return _Normed(norm, source if plain else Call(aten.permute.default, (source, list(order))), dtype)
 
 
 _STEPS = (aten.mul, aten.add, aten.div, *algebra.RESHAPES)
@@ -379,7 +388,7 @@ def _arguments(rotations: tuple[Match, Match], norms: tuple[_Normed, _Normed] | 
             "weight_dtype": norm["weight_dtype"],
             "norm_dtype": norm["norm_dtype"],
             "norm_product_dtype": norm["product_dtype"],
-            "norm_out_dtype": norm["out_dtype"],
+            "norm_out_dtype": norms[0].out_dtype,
         }
     return args
 
