@@ -458,6 +458,93 @@ def test_the_cpp_wrapper_starts_linear_kernels(generate: Callable[..., Generated
     assert re.search(r"_gated_linear_kernel_\d+", made.code) and re.search(r"\b_linear_kernel_\d+", made.code)
 
 
+# ------------------------------------------------------------------------------------------ rotations and their caches
+
+
+def qkv_to_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = (qkv.narrow(-1, start, size).unflatten(-1, (-1, 128)) for start, size in _PACKED)
+    return *(_rotated(norm(x, w).transpose(1, 2), cos, sin) for x, w in ((q, q_weight), (k, k_weight))), v.transpose(
+        1, 2
+    )
+
+
+_PACKED = ((0, 4096), (4096, 1024), (5120, 1024))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def _positions(position: Tensor, length: int) -> Tensor:
+    how = {"dtype": torch.int64, "device": position.device, "requires_grad": False}
+    return torch.ops.prims.iota(length, start=0, step=1, **how) + position
+
+
+fx.wrap("_positions")
+
+
+def step_over_a_cache(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, *cache: Tensor) -> Any:
+    position, keys, values = cache
+    q, k, v = qkv_to_heads(qkv, q_weight, k_weight, cos, sin)
+    where = _positions(position, 1)
+    keys.index_copy_(2, where, k)
+    values.index_copy_(2, where, v)
+    return q, keys.sum(2)
+
+
+HEADS = (64, 1, 6144), (128,), (128,), (1, 1, 1, 128), (1, 1, 1, 128)
+KV = (64, 8, 4096, 128)
+
+
+@pytest.fixture
+def fake_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets AOTAutograd trace ``copy_``, whose autograd kernel asks for the device."""
+
+    def copy_(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.aten.copy_.default(self, source)
+
+    monkeypatch.setattr(Tensor, "copy_", copy_)
+
+
+def test_a_step_writes_its_cache_in_one_launch(generate: Callable[..., Generated], fake_copies: None) -> None:
+    def step(qkv, q_weight, k_weight, cos, sin, position, keys, values):
+        return step_over_a_cache(qkv, q_weight, k_weight, cos, sin, position, keys, values)
+
+    made = generate(step, *HEADS, (torch.int64,), KV, KV)
+    assert made.report.rewritten["rope"] == made.report.rewritten["rms_norm"] == 2
+    (arguments,) = made.launches("rotation_kernel")
+    assert arguments[-3:] == ["384", "1", "1"]
+    # q is the only buffer of ours, beside what stock makes of the sum; the caches are written where they are.
+    assert made.buffers()[0] == "64, 32, 1, 128" and len(made.buffers()) == 2
+    assert "arg6_1" in arguments and "arg7_1" in arguments
+    assert made.call.count(".run(") == 2 and "copy_(" not in made.call and "clone" not in made.call
+    # What reads the cache stands behind the launch.
+    assert made.call.index("rotation_kernel_0.run") < made.call.index("sum_0.run(arg6_1")
+
+
+def test_heads_are_normalised_and_rotated_in_one_launch(generate: Callable[..., Generated]) -> None:
+    def heads(qkv, q_weight, k_weight, cos, sin):
+        return qkv_to_heads(qkv, q_weight, k_weight, cos, sin)
+
+    made = generate(heads, (8, 2048, 6144), *HEADS[1:3], (1, 1, 2048, 128), (1, 1, 2048, 128))
+    assert len(made.launches("rotation_kernel")) == 1
+    assert "triton_" not in made.call
+    stock = generate(heads, *HEADS, **{"portable_ops.gate": "never"})
+    assert "rotation_kernel" not in stock.code
+
+
+def test_rotations_with_symbolic_sizes(generate: Callable[..., Generated]) -> None:
+    def heads(qkv, q_weight, k_weight, cos, sin):
+        return qkv_to_heads(qkv, q_weight, k_weight, cos, sin)
+
+    tables = (1, 1, "length", 128)
+    made = generate(heads, ("batch", "length", 6144), *HEADS[1:3], tables, tables)
+    (arguments,) = made.launches("rotation_kernel")
+    assert len(set(re.findall(r"\bs\d+\b", arguments[-3]))) == 2, arguments
+
+
 # --------------------------------------------------------------------- an operator that breaks the contract
 
 
