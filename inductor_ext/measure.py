@@ -99,8 +99,9 @@ def _describe(match: Match) -> dict[str, Any]:
 
 
 def _region(match: Match, inputs: set[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
-    """A graph of the nodes between the match's inputs and its outputs."""
+    """A graph of the nodes between the match's inputs and its outputs, which overwrites what the operator writes."""
     outputs = [o for o in match.outputs if o is not None]
+    written = match.operator.mutated
     wanted: set[fx.Node] = set()
     work = list(outputs)
     while work:
@@ -117,6 +118,9 @@ def _region(match: Match, inputs: set[fx.Node]) -> tuple[fx.Graph, list[fx.Node]
     for node in match.anchor.graph.nodes:
         if node in wanted and node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
+    for name, update in zip(written, match.outputs[len(match.outputs) - len(written) :], strict=True):
+        graph.call_function(torch.ops.aten.copy_.default, (copies[match.args[name]], copies[update]))
+        outputs.remove(update)
     graph.output(tuple(copies[o] for o in outputs))
     return graph, boundary
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from portable_ops.inductor_ext import Report
+from portable_ops.inductor_ext import Report, measure
 from portable_ops.patterns import Match, Miss
 from portable_ops.patterns.qk_rope import QK_ROPE_PATTERN
 from torch import Tensor, nn
@@ -525,6 +525,37 @@ def test_a_kind_that_is_disabled_is_not_taken_along(kind: str, tracing: ModuleTy
     assert traced.report.counts["rope"] == traced.report.counts["rms_norm"] == 2
     expected = ["qk_rope_append"] * 2 if kind == "rms_norm" else [""] * 2
     assert joined(traced.report) == expected
+
+
+@pytest.mark.parametrize("then", [append, by_slice], ids=["index_copy", "slice"])
+def test_what_is_measured_writes_the_cache_too(then: Callable, tracing: ModuleType) -> None:
+    problems: list[dict[str, Any]] = []
+
+    class Describing(tracing.RewritePass):
+        def rewrite(self, graph: torch.fx.Graph) -> Report:
+            found = (QK_ROPE_PATTERN.try_match(n) for n in graph.nodes if QK_ROPE_PATTERN.anchors(n))
+            problems.extend(measure._describe(m) for m in found if isinstance(m, Match))
+            return super().rewrite(graph)
+
+    original, tracing.RewritePass = tracing.RewritePass, Describing
+    try:
+        with torch.no_grad():
+            tracing.trace(Heads(then=then), *inputs(), gate="never")
+    finally:
+        tracing.RewritePass = original
+    (problem,) = problems
+    assert problem["code"].count("copy_.default") == 2
+    compiled, tensors = measure.both_ways(problem, "cpu")
+    results = {}
+    with torch.no_grad():
+        for name, run_it in compiled.items():
+            own = [t.clone() for t in tensors]
+            results[name] = [*run_it(*own), *own]
+    changed = 0
+    for ours, stock, before in zip(results["ours"], results["stock"], [None, *tensors], strict=True):
+        torch.testing.assert_close(ours, stock, rtol=2e-2, atol=2e-2)
+        changed += before is not None and not torch.equal(ours, before)
+    assert changed == 2
 
 
 def test_a_training_graph_appends_nothing(tracing: ModuleType) -> None:
