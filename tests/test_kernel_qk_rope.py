@@ -281,9 +281,9 @@ def test_heads_behind_tokens(interpret) -> None:
 
 
 @pytest.mark.parametrize("config", [(1, 1, 1), (1, 8, 2), (4, 2, 4), (8, 8, 4), (2, 4, 1)], ids=str)
-@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (7, 1), (12, 12)], ids=str)
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (7, 1)], ids=str)
 def test_every_configuration(interpret, heads: tuple[int, int], config: tuple[int, int, int]) -> None:
-    args = appended(weighted(call(heads=heads)), torch.tensor(3))
+    args = appended(weighted(call(batch=1, heads=heads)), torch.tensor(3))
     check(interpret, args, config=RotationConfig(*config))
 
 
@@ -303,7 +303,7 @@ NORMS = {
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 def test_norms(interpret, norm: dict[str, Any], per_head: bool) -> None:
     for options in ({}, {"head_dim": 80}, {"head_dim": 24, "rotary_dim": 10, "offset": 2}):
-        args = {**weighted(call(heads=(6, 3), **options), per_head), **norm}
+        args = {**weighted(call(batch=1, heads=(6, 3), **options), per_head), **norm}
         check(interpret, args)
 
 
@@ -413,7 +413,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
     return {**args, "k_order": draw(orders)}
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(args=calls(), arch=st.sampled_from(["sm_90", "sm_89", "gfx942"]))
 def test_any_call(interpret, args: dict[str, Any], arch: str) -> None:
     check(interpret, args, arch=arch)
