@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from portable_ops.inductor_ext import Report, measure
+from portable_ops.inductor_ext import Report, measure, reports
 from portable_ops.patterns import Match, Miss
 from portable_ops.patterns.qk_rope import QK_ROPE_PATTERN
 from torch import Tensor, nn
@@ -525,6 +525,27 @@ def test_a_kind_that_is_disabled_is_not_taken_along(kind: str, tracing: ModuleTy
     assert traced.report.counts["rope"] == traced.report.counts["rms_norm"] == 2
     expected = ["qk_rope_append"] * 2 if kind == "rms_norm" else [""] * 2
     assert joined(traced.report) == expected
+
+
+@pytest.mark.parametrize("then", [append, counting], ids=["read afterwards", "counting"])
+def test_generated_code_writes_the_caller_s_cache(then: Callable, tracing: ModuleType) -> None:
+    """Inductor's code for the CPU, which calls the operator on the buffers themselves; one step after the other."""
+    torch._dynamo.reset()
+    model = Heads(then=then)
+    eager, wide, address = copy.deepcopy(model), copy.deepcopy(model).double(), model.k_cache.data_ptr()
+    compiled = torch.compile(model, backend="portable_ops", options={"portable_ops.gate": "always"}, fullgraph=True)
+    with torch.no_grad():
+        for step in range(3):
+            args = tensor(B, 2, (H + 2 * K) * D, seed=step), *tables(2)
+            ours, theirs = _tensors(compiled(*args)), _tensors(eager(*args))
+            with tracing.Widened():
+                exact = _tensors(wide(*(a.double() for a in args)))
+            tracing.assert_no_further_than(ours, theirs, exact)
+            for name in ("k_cache", "v_cache"):
+                tracing.assert_no_further_than(*([getattr(m, name)] for m in (model, eager, wide)))
+            assert torch.equal(model.position, eager.position)
+    assert model.k_cache.data_ptr() == address
+    assert reports()[-1].rewritten["rope"] == 2
 
 
 @pytest.mark.parametrize("then", [append, by_slice], ids=["index_copy", "slice"])
