@@ -58,6 +58,7 @@ HINTS: tuple[tuple[str, str], ...] = (
     ("only one of the two halves is cast", "cast both halves, or the joined result"),
     ("the complex product is used as such", "turn it back: torch.view_as_real(...).flatten(-2)"),
     ("the rotated pairs are not joined", "join the pairs: .flatten(-2)"),
+    ("the complex table is a conjugate", "resolve it: cis.conj().resolve_conj()"),
     ("the products with cosine and sine are", "compute both products in one type"),
     ("cosine and sine have more rows", "index the tables by position before they are multiplied"),
     ("cosine and sine of width", "give cosine and sine as many elements as are rotated, or half of them"),
