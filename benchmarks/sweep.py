@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from portable_ops.inductor_ext.gate import TABLES
-from portable_ops.inductor_ext.measure import GAIN
+from portable_ops.inductor_ext.gate import GAIN, TABLES
 from portable_ops.kernels.attention import MAX_DECODE_ROWS
 from portable_ops.kernels.linear import MAX_ROWS
 from portable_ops.kernels.target import device_target
@@ -66,9 +65,9 @@ MAX_WEIGHT = 2**29
 LINEAR_ROWS = {1: {"max": 1}, MAX_ROWS: {"min": 2, "max": MAX_ROWS}}
 """One row has a kernel of its own; for more the time is that of MAX_ROWS, and so is stock's where weights are large."""
 ROPE = {
-    "rope": {"tokens": (16, 256, 2048, 16384), "heads": (16, 40, 64), "head_dim": (64, 128)},
-    "qk_norm_rope": {"tokens": (1, 64, 512, 2048, 16384), "heads": (16, 40, 64), "head_dim": (64, 128)},
-    "append": {"tokens": (1, 16, 64, 2048), "heads": (16, 40, 64), "head_dim": (64, 128)},
+    "rope": {"tokens": (16, 256, 2048, 16384), "heads": (16, 40, 64), "head_dim": (128,)},
+    "qk_norm_rope": {"tokens": (1, 64, 512, 2048, 16384), "heads": (16, 40, 64), "head_dim": (128,)},
+    "append": {"tokens": (1, 16, 64, 2048), "heads": (16, 40, 64), "head_dim": (128,)},
 }
 ROPE_HEADS = {6: (4, 2), 16: (14, 2), 40: (32, 8), 64: (32, 32)}
 ROPE_OPERATORS = {"rope": "qk_rope", "qk_norm_rope": "qk_rope", "append": "qk_rope_append"}
@@ -316,7 +315,12 @@ def merged(rules: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         spelling = {f: c for f, c in rule["when"].items() if f not in SIZES}
         families.setdefault(json.dumps(spelling), []).append(rule)
     return [
-        {"when": r["when"], "take": r["take"], "why": f"measured {r['speedup']:.2f}x stock ({r['case']})"}
+        {
+            "when": r["when"],
+            "take": r["take"],
+            "speedup": r["speedup"],
+            "why": f"measured {r['speedup']:.2f}x stock ({r['case']})",
+        }
         for family in families.values()
         for r in _merged_family(family)
     ]

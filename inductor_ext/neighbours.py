@@ -1,8 +1,8 @@
 """What stock Inductor would compute in one kernel with a match, and an operator of its own would cut off.
 
 Inductor joins pointwise operations and reductions.  Where such a node feeds a match that is itself made of them, or
-reads its result, a kernel of ours in between costs a tensor written and read again, however fast it is.  A node is
-no neighbour in that sense if a matrix product stands between the two as well: the two kernels are apart already.
+reads its result, a kernel of ours in between costs a tensor written and read again.  A node is no neighbour in that
+sense if a matrix product stands between the two as well: the two kernels are apart already.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import fx
 
+from ..kernels.launch import hint
 from ..patterns import Match
 
 aten = torch.ops.aten
@@ -34,26 +35,58 @@ _EXTERN = (
 """Computed by a library, whatever stands around them.  (An operation that is missing here looks like one that can be
 joined, so that a match beside it is declined and costs only the gain.)"""
 
+_UPDATES = (aten.index_put, aten.index_copy, aten.slice_scatter, aten.select_scatter, aten.scatter)
+"""Written in place, and read only when they are complete."""
+
 FURTHEST = 1000
 """Nodes that are looked at between two before they count as neighbours.  A layer of a model has a hundred."""
 
 
-def cut_off(match: Match) -> str | None:
-    """Why ``match`` would cut what stock computes in one kernel, in words for the report; None if it would not."""
-    work = {*match.inner, *(o for o in match.outputs if o is not None)}
-    inputs = match.inputs()
-    if not any(_is_extern(node) for node in work):
-        for producer in map(_producer, inputs):
-            if _is_joinable(producer) and producer not in work and not _apart([producer], inputs):
-                return f"stock computes the {_name(producer)} in front of it in the same kernel"
+def cut_off(match: Match, speedup: float) -> str | None:
+    """Why ``match`` should be left to stock for the sake of its neighbours, in words for the report; or None.
+
+    Both sides are bound by memory: stock moves ``speedup`` times the bytes that the operator moves, which may cost
+    no more than what is cut off.
+    """
+    cuts = [*_cut_inputs(match), *_cut_outputs(match)]
+    extra = 2 * sum(_bytes(tensor) for tensor, _ in cuts)
+    moved = sum(_bytes(node) for node in {*match.inputs(), *(o for o in match.outputs if o is not None)})
+    if not cuts or speedup * moved >= moved + extra:
+        return None
+    return f"stock computes {cuts[0][1]} in the same kernel, which saves more than the operator does"
+
+
+def _cut_inputs(match: Match) -> Iterator[tuple[fx.Node, str]]:
+    """Tensors that stock would not write for the match to read, and what makes them."""
+    inputs, outputs = match.inputs(), [o for o in match.outputs if o is not None]
+    work = {*match.inner, *outputs}
+    if any(_is_extern(node) for node in work):
+        return
+    for producer in dict.fromkeys(map(_producer, inputs)):
+        if not _is_joinable(producer) or producer in work or _apart([producer], inputs):
+            continue
+        others = [reader for reader in _readers(producer) if reader not in work]
+        # What a later layer reads as well (cosines and sines) is written anyway.
+        if not others or not _apart(outputs, min(others).all_input_nodes):
+            yield producer, f"the {_name(producer)} in front of it"
+
+
+def _cut_outputs(match: Match) -> Iterator[tuple[fx.Node, str]]:
+    """Tensors that stock would not write for others to read, and who reads them."""
     outputs = [o for o in match.outputs if o is not None]
+    work = {*match.inner, *outputs}
     for output in outputs:
-        if not _is_joinable(output):
+        if not _is_joinable(output) or output.target.overloadpacket in _UPDATES:
             continue
         for reader in _readers(output):
             if _is_joinable(reader) and reader not in work and not _apart(outputs, reader.all_input_nodes):
-                return f"stock computes the {_name(reader)} behind it in the same kernel"
-    return None
+                yield output, f"the {_name(reader)} behind it"
+                break
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return hint(value.numel()) * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 def _name(node: fx.Node) -> str:

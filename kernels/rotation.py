@@ -377,10 +377,12 @@ class RotationConfig:
 def choose_config(n_tokens: int, q_heads: int, k_heads: int, head_dim: int, target: Target) -> RotationConfig:
     """The configuration for ``n_tokens`` (a hint), counted in bytes of one head and threads.
 
-    Few tokens: few heads a program, so that there are as many programs as can be.
+    Few tokens: one access a thread in as many programs as can be.  From a sweep on an H200 (bf16, 32/8 and 32/32 heads
+    of 128, CUDA graphs, cold L2): 64 tokens 5.6 us in programs of 4 heads, 6.0 in programs of 8; 16384 tokens within
+    1 % of the best of 40.
     """
     vectors = max(1, _power_of_two(head_dim) // 8)  # accesses of 16 bytes for one head of a short type
-    enough = n_tokens * (q_heads + k_heads) > 16 * target.num_processors
+    enough = n_tokens * (q_heads + k_heads) > 64 * target.num_processors
     block_heads = min(_power_of_two(max(q_heads, k_heads)), max(1, (128 if enough else 64) // vectors))
     while block_heads > 1 and sum(-heads % block_heads for heads in (q_heads, k_heads)) * 4 > q_heads + k_heads:
         block_heads //= 2  # a quarter of the rows at most is beside the heads

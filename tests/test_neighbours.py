@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from portable_ops.inductor_ext import explain, neighbours
+from portable_ops.inductor_ext import explain, gate, neighbours
 from torch import Tensor
 
 SIZE = 2048
@@ -81,19 +81,27 @@ def test_between_matrix_products_it_is_rewritten(model: Callable, count: int) ->
 
 
 @pytest.mark.parametrize(
-    ("model", "reason"),
+    ("model", "neighbour"),
     [
-        (gated_behind, "stock computes the mul behind it in the same kernel"),
-        (viewed_and_scaled, "stock computes the mul behind it in the same kernel"),
-        (sum_read_at_once, "stock computes the mul behind it in the same kernel"),
-        (gated_in_front, "stock computes the convert_element_type in front of it in the same kernel"),
-        (normalised_in_front, "stock computes the mul in front of it in the same kernel"),
+        (gated_behind, "the mul behind it"),
+        (viewed_and_scaled, "the mul behind it"),
+        (sum_read_at_once, "the mul behind it"),
+        (gated_in_front, "the convert_element_type in front of it"),
+        (normalised_in_front, "the mul in front of it"),
     ],
     ids=lambda p: getattr(p, "__name__", ""),
 )
-def test_beside_what_stock_joins_it_is_left_alone(model: Callable, reason: str) -> None:
-    decision, why = decisions(model)[-1]
-    assert (decision, why) == ("declined", reason)
+def test_beside_what_stock_joins_it_is_left_alone(model: Callable, neighbour: str) -> None:
+    reason = f"stock computes {neighbour} in the same kernel, which saves more than the operator does"
+    assert decisions(model)[-1] == ("declined", reason)
+
+
+def test_it_is_rewritten_where_it_gains_more_than_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four tensors are moved, and of the two results one is written and read for the sake of the cut."""
+    for speedup, decision in ((1.5, "declined"), (1.6, "rewritten")):
+        rules = {"portable_ops::add_rms_norm": ({"when": {}, "take": True, "speedup": speedup, "why": "measured"},)}
+        monkeypatch.setattr(gate, "table", lambda arch, rules=rules: rules)
+        assert decisions(gated_behind)[-1][0] == decision
 
 
 def test_a_way_that_is_too_long_to_follow_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
