@@ -3,6 +3,7 @@
 rope           q, k [B, H, S, D] rotated by cos, sin [B, S, D]
 qk_norm_rope   the same with an RMSNorm of each head in front, q and k pieces of a packed projection [B, S, (H + 2K) D]
 append         the same, and k and v written into static caches [B, K, T, D]
+rope_append    that without the norms
 """
 
 from __future__ import annotations
@@ -34,11 +35,15 @@ PROBLEMS: tuple[Problem, ...] = (
     ("append", 16, 1, 32, 8, 128),
     ("append", 64, 1, 32, 8, 128),
     ("append", 4, 512, 32, 8, 128),
+    ("rope_append", 1, 1, 32, 8, 128),
+    ("rope_append", 16, 1, 32, 8, 128),
+    ("rope_append", 64, 1, 32, 8, 128),
 )
 TINY_PROBLEMS: tuple[Problem, ...] = (
     ("rope", 1, 3, 4, 2, 16),
     ("qk_norm_rope", 2, 3, 4, 2, 16),
     ("append", 2, 1, 4, 2, 16),
+    ("rope_append", 2, 1, 4, 2, 16),
 )
 
 
@@ -76,24 +81,25 @@ def function(kind: str, heads: int, kv_heads: int, size: int) -> Callable:
         q, k, _ = split(qkv, heads, kv_heads, size)
         return rope(norm(q, q_weight).transpose(1, 2), norm(k, k_weight).transpose(1, 2), cos, sin)
 
-    def append(
-        qkv: Tensor,
-        q_weight: Tensor,
-        k_weight: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        position: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-    ) -> Tensor:
-        q, k = qk_norm_rope(qkv, q_weight, k_weight, cos, sin)
+    def append(qkv: Tensor, *rest: Tensor) -> Tensor:
+        *tables, position, k_cache, v_cache = rest
+        q, k = qk_norm_rope(qkv, *tables)
+        return write(q, k, qkv, position, k_cache, v_cache)
+
+    def rope_append(qkv: Tensor, *rest: Tensor) -> Tensor:
+        _, _, cos, sin, position, k_cache, v_cache = rest
+        q, k, _ = split(qkv, heads, kv_heads, size)
+        q, k = rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return write(q, k, qkv, position, k_cache, v_cache)
+
+    def write(q: Tensor, k: Tensor, qkv: Tensor, position: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         v = split(qkv, heads, kv_heads, size)[2].transpose(1, 2)
         positions = torch.arange(qkv.shape[1], device=qkv.device) + position
         k_cache.index_copy_(2, positions, k)
         v_cache.index_copy_(2, positions, v)
         return q
 
-    return {"rope": rope, "qk_norm_rope": qk_norm_rope, "append": append}[kind]
+    return {"rope": rope, "qk_norm_rope": qk_norm_rope, "append": append, "rope_append": rope_append}[kind]
 
 
 def inputs(problem: Problem, args: argparse.Namespace) -> list[Tensor]:
@@ -107,7 +113,7 @@ def inputs(problem: Problem, args: argparse.Namespace) -> list[Tensor]:
     if kind == "rope":
         return [torch.randn(B, S, heads, D, **how).transpose(1, 2) for heads in (H, K)] + tables
     tensors = [torch.randn(B, S, (H + 2 * K) * D, **how), torch.rand(D, **how), torch.rand(D, **how), *tables]
-    if kind == "append":
+    if kind.endswith("append"):
         length = CACHE if args.device != "cpu" else 16
         tensors.append(torch.tensor(min(POSITION, length - S), device=args.device))
         tensors += [torch.zeros(B, K, length, D, **how) for _ in range(2)]
@@ -133,7 +139,7 @@ class _Wide(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def written(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """What a call of ``append`` wrote into its caches; nothing for other kinds."""
+    """What a call of ``append`` or ``rope_append`` wrote into its caches; nothing for other kinds."""
     if len(tensors) < 8:
         return ()
     first, length = int(tensors[5]), tensors[0].shape[1]
@@ -149,7 +155,7 @@ def measure(problem: Problem, args: argparse.Namespace) -> list[Row]:
     """The rows of one problem."""
     kind, _, _, H, K, D = problem
     tensors, fn = inputs(problem, args), function(kind, H, K, D)
-    if kind != "append":
+    if not kind.endswith("append"):
         return kernel_case(name_of(problem), fn, tensors, exact(fn, tensors), args)
     progress.print(name_of(problem), highlight=False)
     truths = exact(fn, [t.clone() for t in tensors])

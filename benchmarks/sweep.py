@@ -68,9 +68,16 @@ ROPE = {
     "rope": {"tokens": (16, 256, 2048, 16384), "heads": (16, 40, 64), "head_dim": (128,)},
     "qk_norm_rope": {"tokens": (1, 64, 512, 2048, 16384), "heads": (16, 40, 64), "head_dim": (128,)},
     "append": {"tokens": (1, 16, 64, 2048), "heads": (16, 40, 64), "head_dim": (128,)},
+    "rope_append": {"tokens": (1, 16, 64), "heads": (16, 40, 64), "head_dim": (128,)},
 }
+_FROZEN_KINDS = ("rope", "qk_norm_rope", "append")
 ROPE_HEADS = {6: (4, 2), 16: (14, 2), 40: (32, 8), 64: (32, 32)}
-ROPE_OPERATORS = {"rope": "qk_rope", "qk_norm_rope": "qk_rope", "append": "qk_rope_append"}
+ROPE_OPERATORS = {
+    "rope": "qk_rope",
+    "qk_norm_rope": "qk_rope",
+    "append": "qk_rope_append",
+    "rope_append": "qk_rope_append",
+}
 NORM = {"rows": (16, 2048, 16384), "hidden_size": (2048, 4096, 8192)}
 
 
@@ -78,7 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the sweep."""
     parser.add_argument("--only", nargs="+", choices=OPERATORS, default=list(OPERATORS))
     parser.add_argument("--frozen", action="store_true", help="judge the table on frozen shapes instead")
-    parser.add_argument("--kinds", nargs="+", choices=ROPE, default=list(ROPE), help="which frozen shapes, of rope")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=_FROZEN_KINDS, default=list(_FROZEN_KINDS), help="which frozen shapes, of rope"
+    )
     parser.add_argument("--write-table", action="store_true", help="write the gate's table for this GPU's architecture")
 
 
@@ -192,14 +201,14 @@ def _rope_cases(args: argparse.Namespace) -> Iterator[Case]:
     for kind, grid in ROPE.items():
         sizes = {"tokens": (3,), "heads": (6,), "head_dim": (16,)} if args.tiny else grid
         for tokens, heads, D in itertools.product(*sizes.values()):
-            decodes = kind == "append" and tokens <= 64
+            decodes = kind.endswith("append") and tokens <= 64
             B, S = (tokens, 1) if decodes else (1, tokens) if tokens < 2048 else (tokens // 1024, 1024)
             cell = {
                 "tokens": _between(tokens, sizes["tokens"]),
                 "heads": _between(heads, sizes["heads"], open_ends=False),
                 "head_dim": _between(D, sizes["head_dim"], open_ends=False),
-                "norm": kind != "rope",
-                "append": kind == "append",
+                "norm": not kind.startswith("rope"),
+                "append": kind.endswith("append"),
                 "partial": False,
                 "pairing": "half",
             }

@@ -515,7 +515,7 @@ def test_a_step_writes_its_cache_in_one_launch(generate: Callable[..., Generated
     made = generate(step, *HEADS, (torch.int64,), KV, KV)
     assert made.report.rewritten["rope"] == made.report.rewritten["rms_norm"] == 2
     (arguments,) = made.launches("rotation_kernel")
-    assert arguments[-3:] == ["384", "1", "1"]
+    assert arguments[-3:] == ["768", "1", "1"]
     # q is the only buffer of ours, beside what stock makes of the sum; the caches are written where they are.
     assert made.buffers()[0] == "64, 32, 1, 128" and len(made.buffers()) == 2
     assert "arg6_1" in arguments and "arg7_1" in arguments
