@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from ..patterns.attention import LOWERED_ATTENTION_PATTERN
@@ -70,7 +70,11 @@ def compile_graph(
 
 
 def _compiled(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any], settings: Settings
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    patches: Mapping[str, Any],
+    settings: Settings,
+    inner_compile: Callable[..., Any] = compile_fx_inner,
 ) -> tuple[Callable[..., Any], Report]:
     key = _graph_key(gm, example_inputs, settings)
     unpinned = pin(gm, decision_target(settings, input_device(example_inputs)))
@@ -78,7 +82,7 @@ def _compiled(
     if kept is not None:
         kept.keep("pinned", gm.graph)
     with collecting() as collection:
-        compiled = compile_fx(gm, example_inputs, config_patches={**patches, **hooks(settings, patches)})
+        compiled = compile_fx(gm, example_inputs, inner_compile, {**patches, **hooks(settings, patches)})
     parts = collection.reports
     report = with_unpinned(Report.merge(parts), unpinned) if parts else _known.get(key)
     if report is None:
@@ -97,9 +101,23 @@ def _dumped(
 
     kept = Recording()
     kept.keep("dynamo", gm.graph)
+
+    def generate(gm: fx.GraphModule, example_inputs: Sequence[Any], **how: Any) -> Any:
+        """Inductor's code generation; of a training graph it is called again when the backward is first needed."""
+        if inductor.freezes():  # weights have become constants, and small ones numbers in the code
+            return compile_fx_inner(gm, example_inputs, **how)
+        kept.keep("backward" if how.get("is_backward") else "forward", gm.graph)
+        try:
+            with inductor.generated_code(kept.code.append):
+                return compile_fx_inner(gm, example_inputs, **how)
+        finally:
+            if how.get("is_backward"):
+                dump.add(kept, settings)
+
+    patches = {**patches, "force_disable_caches": True}
     try:
-        with recording(kept), inductor.generated_code(kept.code.append):
-            compiled, kept.report = _compiled(gm, example_inputs, {**patches, "force_disable_caches": True}, settings)
+        with recording(kept):
+            compiled, kept.report = _compiled(gm, example_inputs, patches, settings, generate)
     except Exception as error:
         kept.error = f"{type(error).__name__}: {error}"
         raise

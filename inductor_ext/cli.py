@@ -125,7 +125,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _repro(arguments: argparse.Namespace) -> int:
     text = reproduction(arguments.folder, read(arguments.folder), arguments.site)
     if arguments.out:
-        Path(arguments.out).write_text(text)
+        Path(arguments.out).write_text(text, encoding="utf-8")
         print(f"pytest {arguments.out}")
     else:
         print(text)

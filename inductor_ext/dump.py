@@ -12,16 +12,21 @@ No weights and no inputs are in it: only their shapes, strides and types.
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import json
+import multiprocessing.util
 import os
 import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+try:
+    import fcntl
+except ImportError:  # Windows: nobody is kept out
+    fcntl = None
 
 from . import page
 from .backend import check_expected
@@ -32,7 +37,7 @@ from .record import Mark, Recording, Row
 from .report import Report, short_source
 from .settings import Settings
 
-FORMAT = 1
+FORMAT = 2
 """Of dump.json; raised when its fields change their meaning."""
 
 _NEIGHBOURS = 60
@@ -51,6 +56,7 @@ def dump(model: Callable[..., Any], folder: str | os.PathLike[str], name: str = 
     settings = dataclasses.replace(explain_settings(options), dump=None)
 
     def run(*args: Any, **kwargs: Any) -> Report:
+        _make(Path(folder))  # not after a minute of tracing
         tracing, error = Tracing(settings), ""
         try:
             tracing.run(model, args, kwargs)
@@ -69,51 +75,103 @@ def dump(model: Callable[..., Any], folder: str | os.PathLike[str], name: str = 
 def save(report: Report, folder: Path, model: str = "", error: str = "") -> Path:
     """Write the dump of ``report``; returns the page.  An earlier dump in ``folder`` is replaced."""
     page.check_installed()
+    _make(folder)
     _clear(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     for index, recording in enumerate(report.recordings):
         _write_graph(folder / graph_name(index), recording)
     return _write_index(report, folder, model, error)
 
 
+def _make(folder: Path) -> None:
+    """Make ``folder`` unless it is there.  Raises BadDump, which names it, where nothing can be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadDump(f"no dump can be written to {folder}: {error.strerror}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise BadDump(f"no dump can be written to {folder}: permission denied")
+
+
 # ------------------------------------------------------------------------- what one process compiles, graph by graph
 
-_added: dict[Path, list[Recording]] = {}
-_stale: set[Path] = set()
+
+@dataclasses.dataclass
+class _Running:
+    """What this process has added to one folder.  ``folder``: where it writes; ``lock`` keeps others out of there."""
+
+    folder: Path
+    lock: IO[str]
+    recordings: list[Recording] = dataclasses.field(default_factory=list)
+    stale: bool = True
+
+
+_LOCK = ".lock"
+_running: dict[str, _Running] = {}
 _lock = threading.Lock()
 
 
 def add(recording: Recording, settings: Settings) -> None:
     """Add one compiled graph to the dump that this process writes; the page follows when the process ends.
 
-    The ranks of a distributed job write into folders of their own.
+    A graph that was added before is written again: the backward is compiled later than the forward.  The ranks of a
+    distributed job write into folders of their own, and so does a process that finds another at work in the folder.
     """
-    folder = Path(settings.dump)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        folder = folder / f"rank_{os.environ.get('RANK', '0')}"
     with _lock:
-        if folder not in _added:
+        if settings.dump not in _running:
             page.check_installed()
-            _clear(folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            if not _added:
-                atexit.register(flush)
-            _added[folder] = []
-        _added[folder].append(recording)
-        _write_graph(folder / graph_name(len(_added[folder]) - 1), recording)
-        _stale.add(folder)
+            if not _running:
+                # Unlike atexit's, these run in forked workers as well.
+                multiprocessing.util.Finalize(None, flush, exitpriority=1)
+            rank = f"rank_{os.environ.get('RANK', '0')}" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+            folder, lock = _claimed(Path(settings.dump, rank))
+            _running[settings.dump] = _Running(folder, lock)
+        running = _running[settings.dump]
+        if not any(known is recording for known in running.recordings):
+            running.recordings.append(recording)
+        index = next(i for i, known in enumerate(running.recordings) if known is recording)
+        _write_graph(running.folder / graph_name(index), recording)
+        running.stale = True
 
 
 def flush() -> None:
     """Write report, index and page of what was added since the last time; runs by itself at the end of the process."""
     with _lock:
-        for folder in sorted(_stale):
-            recordings = tuple(_added[folder])
-            done = [r.report for r in recordings if r.report is not None]
-            report = dataclasses.replace(Report.merge(done, graphs=len(done)), recordings=recordings)
-            errors = "\n".join(dict.fromkeys(r.error for r in recordings if r.error))
-            _write_index(report, folder, "", errors)
-        _stale.clear()
+        for running in _running.values():
+            if running.stale:
+                recordings = tuple(running.recordings)
+                done = [r.report for r in recordings if r.report is not None]
+                report = dataclasses.replace(Report.merge(done, graphs=len(done)), recordings=recordings)
+                errors = "\n".join(dict.fromkeys(r.error for r in recordings if r.error))
+                _write_index(report, running.folder, "", errors)
+                running.stale = False
+
+
+def _claimed(folder: Path) -> tuple[Path, IO[str]]:
+    """``folder``, or one inside of it while another process writes there, and the open file that says so."""
+    for place in (folder, folder / f"process_{os.getpid()}"):
+        _make(place)
+        earlier = (place / _LOCK).exists()
+        lock = (place / _LOCK).open("a")
+        try:
+            if fcntl is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            continue
+        _clear(place, unfinished=earlier)
+        return place, lock
+    raise BadDump(f"other processes write to {folder} and to {place}")
+
+
+def _forget() -> None:
+    """In a forked process: what the parent has added is the parent's."""
+    global _lock
+    _lock = threading.Lock()
+    _running.clear()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget)
 
 
 # ------------------------------------------------------------------------------------------------------- the files
@@ -129,28 +187,35 @@ def stage_name(index: int, name: str) -> str:
     return f"{index}_{name}"
 
 
-def _clear(folder: Path) -> None:
-    """Remove the graphs of an earlier dump; whatever else is in the folder stays."""
-    if (folder / "dump.json").exists():
+def _clear(folder: Path, unfinished: bool = False) -> None:
+    """Remove an earlier dump, or what an ``unfinished`` one left; whatever else is in the folder stays."""
+    if unfinished or (folder / "dump.json").exists():
         for old in folder.glob("graph_[0-9]*"):
             shutil.rmtree(old)
+        for name in ("dump.json", "report.json", "index.html"):
+            (folder / name).unlink(missing_ok=True)
 
 
 def _write_graph(folder: Path, recording: Recording) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for index, stage in enumerate(recording.stages):
         path = folder / stage_name(index, stage.name)
-        path.with_suffix(".py").write_text(stage.text)
+        _write(path.with_suffix(".py"), stage.text)
         kinds = _kinds(recording, index)
-        path.with_suffix(".dot").write_text(graphviz(stage.rows, kinds, page.COLOURS))
+        _write(path.with_suffix(".dot"), graphviz(stage.rows, kinds, page.COLOURS))
     for index, code in enumerate(dict.fromkeys(recording.code)):
-        (folder / f"wrapper_{index}.py").write_text(code)
-        for name, text in _KERNEL.findall(code):
+        _write(folder / f"wrapper_{index}.py", code)
+        for name, language, text in _KERNEL.findall(code):
             (folder / "kernels").mkdir(exist_ok=True)
-            (folder / "kernels" / f"{name}.py").write_text(text)
+            _write(folder / "kernels" / f"{name}.{'cpp' if language.startswith('cpp') else 'py'}", text)
 
 
-_KERNEL = re.compile(r"^(\w+) = async_compile\.\w+\([^\n]*?'''\n?(.*?)'''", re.MULTILINE | re.DOTALL)
+def _write(path: Path, text: str) -> None:
+    """Names and source lines are the user's: in any script, and not always valid Unicode."""
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+_KERNEL = re.compile(r"^(\w+) = async_compile\.(\w+)\([^\n]*?'''\n?(.*?)'''", re.MULTILINE | re.DOTALL)
 
 
 def _kinds(recording: Recording, stage: int) -> dict[str, str]:
@@ -168,10 +233,10 @@ def _kinds(recording: Recording, stage: int) -> dict[str, str]:
 
 def _write_index(report: Report, folder: Path, model: str, error: str) -> Path:
     index = contents(report, model, error)
-    (folder / "report.json").write_text(report.to_json())
-    (folder / "dump.json").write_text(json.dumps(index, separators=(",", ":")))
+    _write(folder / "report.json", report.to_json())
+    _write(folder / "dump.json", json.dumps(index, separators=(",", ":")))
     path = folder / "index.html"
-    path.write_text(page.render(report, index))
+    _write(path, page.render(report, index))
     return path
 
 
@@ -223,6 +288,7 @@ def _entries(found: Iterable[Any], marks: list[Mark | None], graph: int, places:
         if mark is not None and mark.anchor not in places[mark.graph].rows:
             mark = None  # of something that the rewrite itself put into the graph
         entry = dataclasses.asdict(one) | {"graph": graph, "source": short_source(one.source), "path": ""}
+        entry["nodes"] = []
         entry["hint"] = hint(one.reason) if getattr(one, "decision", "declined") == "declined" else ""
         if "bound" in entry:
             entry["bound"] = {name: str(value) for name, value in one.bound.items()}
@@ -232,11 +298,12 @@ def _entries(found: Iterable[Any], marks: list[Mark | None], graph: int, places:
                 "stage": mark.graph,
                 "anchor": mark.anchor,
                 "path": place.paths.get(mark.anchor, ""),
-                "nodes": list(mark.nodes or (mark.anchor,)),
+                "nodes": place.known(mark.nodes) or [mark.anchor],
+                "lines": place.lines((*mark.nodes, mark.anchor)),
                 "operator": mark.operator,
                 "replacement": mark.replacement,
                 "features": dict(mark.features),
-                "launches": list(mark.launches),
+                "plan": {"variant": mark.variant, "why": mark.why, "launches": list(mark.launches)},
                 "region": place.region(mark),
             }
         entries.append(entry)
@@ -255,9 +322,18 @@ class _Places:
             for argument in row.arguments:
                 self.users[argument].append(row.name)
 
+    def known(self, names: Iterable[str]) -> list[str]:
+        """Those of ``names`` that stand in this stage: the rewrite puts in nodes of its own."""
+        return [name for name in names if name in self.rows]
+
+    def lines(self, names: Iterable[str]) -> list[str]:
+        """The user's lines that made these nodes, in graph order."""
+        known = sorted(self.known(names), key=self.order.__getitem__)
+        return list(dict.fromkeys(short_source(self.rows[name].source) for name in known if self.rows[name].source))
+
     def region(self, mark: Mark) -> dict[str, Any]:
         """Nodes of a subgraph that stands by itself, what goes in, and what comes out."""
-        nodes = self._matched(mark) if mark.outputs else self._around(mark.anchor)
+        nodes = self._matched(mark) if mark.outputs else self._around(mark)
         inputs = {a for name in nodes for a in self.rows[name].arguments} - nodes
         outputs = mark.outputs or [n for n in nodes if not self.users[n] or any(u not in nodes for u in self.users[n])]
         return {
@@ -277,10 +353,11 @@ class _Places:
                 work += self.rows[name].arguments
         return wanted
 
-    def _around(self, anchor: str) -> set[str]:
-        """The nodes of the same module that hang together with ``anchor``, the nearest first."""
-        home = self.paths[anchor]
-        found, ring = {anchor}, [anchor]
+    def _around(self, mark: Mark) -> set[str]:
+        """What is known to belong, and the nodes of the same module that hang together with it, the nearest first."""
+        home = self.paths[mark.anchor]
+        ring = list(dict.fromkeys((mark.anchor, *self.known(mark.nodes))))
+        found = set(ring)
         while ring and len(found) < _NEIGHBOURS:
             near = [n for name in ring for n in (*self.rows[name].arguments, *self.users[name])]
             ring = [n for n in dict.fromkeys(near) if n not in found and self._computed(n) and self._inside(n, home)]
@@ -300,7 +377,7 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(folder) / "dump.json"
     if not path.exists():
         raise BadDump(f"{folder} holds no dump: there is no {path}")
-    index: Mapping[str, Any] = json.loads(path.read_text())
+    index: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if index.get("format") != FORMAT:
         raise BadDump(f"{path} was written by another version: format {index.get('format')}, not {FORMAT}")
     return dict(index)

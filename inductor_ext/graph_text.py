@@ -156,7 +156,7 @@ def _classes(graph: fx.Graph, owner: torch.nn.Module, name: str, done: dict[int,
             made = f"None  # {type(value).__name__}, which no text can hold"
         keep = "_keep(self, {target!r}, {made})" if "." in target else "self.{target} = {made}"
         attributes.append(f"        {keep.format(target=target, made=made)}\n")
-    code = graph.python_code("self", verbose=True, include_stride=True, include_device=True)
+    code = _code(graph)
     block = graph_module._format_import_block(code.globals, sys_importer)
     imports |= {line for line in block.splitlines() if line.strip()}
     body = "".join(f"    {line}\n" if line.strip() else "\n" for line in code.src.strip("\n").splitlines())
@@ -164,6 +164,16 @@ def _classes(graph: fx.Graph, owner: torch.nn.Module, name: str, done: dict[int,
     keep = _KEEP if any("_keep(" in line for line in attributes) else ""
     classes.append(f"{keep}class {name}(torch.nn.Module):\n{start}{body}")
     return classes, imports
+
+
+def _code(graph: fx.Graph) -> Any:
+    """The graph as a function of its placeholders: a joint graph is one of nested structures otherwise."""
+    usual = graph._codegen
+    graph.set_codegen(fx.graph.CodeGen())
+    try:
+        return graph.python_code("self", verbose=True, include_stride=True, include_device=True)
+    finally:
+        graph.set_codegen(usual)
 
 
 _KEEP = '''def _keep(owner, path, value):

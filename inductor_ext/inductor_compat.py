@@ -150,6 +150,11 @@ def without_caches() -> contextlib.AbstractContextManager[None]:
     return config.patch(force_disable_caches=True)
 
 
+def freezes() -> bool:
+    """Whether Inductor takes the weights of the graph that is being compiled for constants."""
+    return bool(config.freezing) and not torch.is_grad_enabled()
+
+
 @contextlib.contextmanager
 def generated_code(keep: Callable[[str], None]) -> Iterator[None]:
     """Give ``keep`` the source of every wrapper that this thread generates inside the block.

@@ -10,11 +10,12 @@ import importlib.util
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .record import Recording, Row
+from .report import short_source
 
 COLOURS = {
     "rms_norm": "#E69F00",
@@ -30,6 +31,9 @@ OTHER_COLOUR = "#D55E00"
 
 _LARGEST_DRAWING = 400
 """Nodes of one drawing: a longer block is shown in parts, since layout and reader both tire beyond this."""
+
+_AT_A_GLANCE = 40
+"""Nodes of a block that is taken in without lines for the modules inside of it."""
 
 _LAYOUT_S = 25.0
 """Seconds for all layouts of a page; what is left then is listed in one column."""
@@ -61,8 +65,8 @@ def render(report: Any, index: Mapping[str, Any]) -> str:
         breaks=collections.Counter(b.strip().splitlines()[0] for b in index["graph_breaks"] if b.strip()),
         # Inside of a script element only this could end it.
         data=script.replace("<", "\\u003c"),
-        script=(templates / "page.js").read_text(),
-        style=(templates / "page.css").read_text(),
+        script=(templates / "page.js").read_text(encoding="utf-8"),
+        style=(templates / "page.css").read_text(encoding="utf-8"),
     )
 
 
@@ -84,8 +88,9 @@ def _inputs(recordings: Sequence[Recording]) -> list[str]:
     if not recordings or not recordings[0].stages:
         return []
     rows = [r for r in recordings[0].stages[0].rows if r.target == "placeholder"]
-    given = [r for r in rows if not re.search(r"_(parameters|buffers|modules)_", r.name)]
-    return [f"{r.name.strip('_').removeprefix('L_').removeprefix('l_').strip('_')} {r.type}" for r in given]
+    names = {r.name: re.sub(r"^l_(kwargs_)?", "", r.name.strip("_"), flags=re.IGNORECASE).strip("_") for r in rows}
+    own = re.compile(r"_(parameters|buffers|modules)_|^self_")
+    return [f"{names[r.name]} {r.type}" for r in rows if not own.search(names[r.name])]
 
 
 # ------------------------------------------------------------------------------------------------- blocks of nodes
@@ -100,7 +105,7 @@ def block_of(path: str) -> str:
 
 @dataclasses.dataclass
 class _Block:
-    """Consecutive nodes of one module.  ``marks``: the number of the site or miss of a node, by name."""
+    """Nodes of one module.  ``marks``: the number of the site or miss of a node, by name."""
 
     rows: list[Row]
     marks: Mapping[str, int]
@@ -109,9 +114,14 @@ class _Block:
 
 @dataclasses.dataclass
 class _Line:
-    """One line of the page: a block before and after, and all the modules where it is the same."""
+    """One line of the page: a block before and after, and all the modules where it is the same.
+
+    ``parent``: the line that it is folded into, or -1.  ``entries``: for each of ``paths`` the sites and misses whose
+    anchors stand there.
+    """
 
     graph: int
+    parent: int
     title: str
     module: str
     before: int
@@ -130,6 +140,7 @@ class _Data:
         self.blocks: list[dict[str, Any]] = []
         self.drawn: dict[str, int] = {}
         self.lines: list[_Line] = []
+        self.home: dict[int, int] = {}
         self.deadline = time.monotonic() + _LAYOUT_S
         for graph, recording in enumerate(recordings):
             for stage, kept in enumerate(recording.stages):
@@ -143,11 +154,16 @@ class _Data:
     def as_dict(self) -> dict[str, Any]:
         lines = [dataclasses.asdict(line) for line in self.lines]
         entries = []
-        for entry in self.entries:
+        for number, entry in enumerate(self.entries):
             kept = {k: v for k, v in entry.items() if k not in ("region",) and v not in ("", [], {}, None)}
             kept |= {k: self._text(kept[k]) for k in ("reason", "hint", "source", "pattern", "variant") if k in kept}
-            if "launches" in kept:
-                kept["launches"] = [self._text(text) for text in kept["launches"]]
+            kept["home"] = self.home.get(number, -1)
+            kept["lines"] = [self._text(line) for line in entry.get("lines", ())]
+            if entry.get("plan", {}).get("variant"):
+                plan = entry["plan"]
+                kept["plan"] = [self._text(text) for text in (plan["variant"], plan["why"], *plan["launches"])]
+            else:
+                kept.pop("plan", None)
             entries.append(kept)
         return {
             "strings": list(self.strings),
@@ -165,27 +181,48 @@ class _Data:
     def _add_graph(self, graph: int, stage: int, before: Sequence[Row], after: Sequence[Row]) -> None:
         here = [e for e in self.entries if e["graph"] == graph and e.get("stage") == stage]
         words = {e["number"]: _words(e) for e in here}
-        left = _split(before, _marks(here, after=False), words)
-        right = _split(after, _marks(here, after=True), words)
-        known: dict[Any, _Line] = {}
-        for key in dict.fromkeys((*left, *right)):
-            path, part = key
-            halves = left.get(key), right.get(key)
+        sides = _Side(before, _marks(here, after=False), words), _Side(after, _marks(here, after=True), words)
+        known: dict[Any, int] = {}
+        self._add_lines(graph, sides, [side.blocks(side.rows, block_of) for side in sides], -1, known)
+
+    def _add_lines(
+        self,
+        graph: int,
+        sides: Sequence[_Side],
+        blocks: Sequence[Mapping[tuple[str, int], _Block]],
+        parent: int,
+        known: dict[Any, int],
+    ) -> None:
+        """A line for each block of either side, and inside of it lines for the modules of the next level."""
+        for path, part in dict.fromkeys((*blocks[0], *blocks[1])):
+            halves = [side.get((path, part)) for side in blocks]
             signatures = tuple(half.signature if half else "" for half in halves)
-            family = re.sub(r"\d+", "#", path)
-            entries = sorted({n for half in halves if half for n in half.marks.values()})
-            if (family, part, signatures) in known:
-                line = known[family, part, signatures]
-                line.paths.append(path)
-                line.entries.append(entries)
-                continue
-            some = next(half for half in halves if half)
-            title = (path or "(the model itself)") + (f" part {part + 1}" if part else "")
-            module = next((r.module for r in some.rows if r.path == path), "")
-            drawn = [self._draw(half) if half else -1 for half in halves]
-            line = _Line(graph, title, module, *drawn, paths=[path], entries=[entries])
-            known[family, part, signatures] = line
-            self.lines.append(line)
+            group = (parent, re.sub(r"\d+", "#", path), part, signatures)
+            if group not in known:
+                known[group] = len(self.lines)
+                title = (path or "(the model itself)") + (f" part {part + 1}" if part else "")
+                module = next((r.module for half in halves if half for r in half.rows if r.path == path), "")
+                drawn = [self._draw(half) if half else -1 for half in halves]
+                self.lines.append(_Line(graph, parent, title, module, *drawn, paths=[], entries=[]))
+            line = self.lines[known[group]]
+            line.paths.append(path)
+            line.entries.append(self._settle(halves[0], known[group]) if halves[0] else [])
+            if max(len(half.rows) for half in halves if half) > _AT_A_GLANCE:
+                inner = [side.inside(path, half) if half else {} for side, half in zip(sides, halves, strict=True)]
+                if len({*inner[0], *inner[1]}) > 1:
+                    self._add_lines(graph, sides, inner, known[group], known)
+
+    def _settle(self, block: _Block, line: int) -> list[int]:
+        """The entries with their anchors in ``block``; ``line`` is where they are shown if nothing of them is outside.
+
+        Of lines inside each other the innermost counts.
+        """
+        names = {row.name for row in block.rows}
+        numbers = sorted(n for name, n in block.marks.items() if self.entries[n]["anchor"] == name)
+        for number in numbers:
+            if self.lines[line].parent < 0 or names.issuperset(self.entries[number]["nodes"]):
+                self.home[number] = line
+        return numbers
 
     def _draw(self, block: _Block) -> int:
         """The index of the drawing of a block; blocks of equal structure and marks share one."""
@@ -201,7 +238,10 @@ class _Data:
         widths += [_width(name) for name in outside]
         points = layout(tuple(widths), tuple(edges), time.monotonic() > self.deadline)
         nodes = [
-            [*map(self._text, (row.name, row.target, row.type, row.path, row.source)), block.marks.get(row.name, -1)]
+            [
+                *map(self._text, (row.name, row.target, row.type, row.path, short_source(row.source))),
+                block.marks.get(row.name, -1),
+            ]
             for row in block.rows
         ]
         nodes += [[self._text(name), self._text("outside"), 0, 0, 0, -2] for name in outside]
@@ -228,21 +268,33 @@ def _words(entry: Mapping[str, Any]) -> str:
     return repr([entry.get(k) for k in ("kind", "pattern", "decision", "reason", "variant", "bound", "source")])
 
 
-def _split(rows: Sequence[Row], marks: Mapping[str, int], words: Mapping[int, str]) -> dict[tuple[str, int], _Block]:
-    """The nodes by the module that they are folded into, long modules in parts."""
-    home = paths(rows)
-    types = {row.name: row.type for row in rows}
-    grouped: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.target not in ("placeholder", "output", "get_attr"):
-            grouped.setdefault(block_of(home[row.name]), []).append(row)
-    blocks = {}
-    for path, members in grouped.items():
-        for part, start in enumerate(range(0, len(members), _LARGEST_DRAWING)):
-            piece = members[start : start + _LARGEST_DRAWING]
-            own = {row.name: marks[row.name] for row in piece if row.name in marks}
-            blocks[path, part] = _Block(piece, own, _signature(piece, own, types, words))
-    return blocks
+class _Side:
+    """The nodes of a graph before or after the rewrite, to be taken apart by modules."""
+
+    def __init__(self, rows: Sequence[Row], marks: Mapping[str, int], words: Mapping[int, str]) -> None:
+        self.rows, self.marks, self.words = rows, marks, words
+        self.home = paths(rows)
+        self.types = {row.name: row.type for row in rows}
+
+    def blocks(self, rows: Iterable[Row], fold: Callable[[str], str]) -> dict[tuple[str, int], _Block]:
+        """``rows`` by what ``fold`` makes of their modules, long modules in parts."""
+        grouped: dict[str, list[Row]] = {}
+        for row in rows:
+            if row.target not in ("placeholder", "output", "get_attr"):
+                grouped.setdefault(fold(self.home[row.name]), []).append(row)
+        blocks = {}
+        for path, members in grouped.items():
+            for part, start in enumerate(range(0, len(members), _LARGEST_DRAWING)):
+                piece = members[start : start + _LARGEST_DRAWING]
+                own = {row.name: self.marks[row.name] for row in piece if row.name in self.marks}
+                blocks[path, part] = _Block(piece, own, _signature(piece, own, self.types, self.words))
+        return blocks
+
+    def inside(self, path: str, block: _Block) -> dict[tuple[str, int], _Block]:
+        """The nodes of ``block`` by the modules of the next level below ``path``; its own nodes are in none."""
+        start = f"{path}." if path else ""
+        deeper = [row for row in block.rows if self.home[row.name].startswith(start) and self.home[row.name] != path]
+        return self.blocks(deeper, lambda home: start + home[len(start) :].partition(".")[0])
 
 
 def _signature(

@@ -10,15 +10,15 @@ import contextlib
 import dataclasses
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..kernels.launch import hint
+from ..kernels.launch import Launch, Plan, hint
 from ..kernels.target import Target
-from ..patterns import Match, Recognised
+from ..patterns import Match, Miss, Recognised
 from ..patterns.match import source_line
 from . import gate
 from .graph_text import input_spec, runnable, type_text
@@ -58,8 +58,8 @@ class Mark:
     ``graph``: the position of its graph before the rewrite among the stages of the recording.  ``nodes``: what the
     match took over, in graph order; ``inputs``: what the operator reads, ``outputs``: what it stands for, by the names
     of nodes before the rewrite.  ``operator``: what replaces them and ``replacement`` the node that it is afterwards,
-    both empty where nothing was replaced.  ``features``: what the gate was asked about.  ``launches``: the kernels
-    that the plan starts, with their configuration.
+    both empty where nothing was replaced.  ``features``: what the gate was asked about.  ``variant``, ``why`` and
+    ``launches``: the kernel variant, what made it the one, and the kernels that it starts, with their configuration.
     """
 
     graph: int
@@ -70,6 +70,8 @@ class Mark:
     operator: str = ""
     replacement: str = ""
     features: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    variant: str = ""
+    why: str = ""
     launches: tuple[str, ...] = ()
 
 
@@ -99,20 +101,24 @@ class Recording:
     def mark_site(self, graph: int, found: Match | Recognised, target: Target) -> Mark:
         """Where ``found`` stands; asked before anything is replaced."""
         if isinstance(found, Recognised):
-            return Mark(graph, self._name(found.anchor))
+            return Mark(graph, self._name(found.anchor), nodes=self._names({*found.inner, found.anchor}))
         outputs = [o for o in found.outputs if o is not None]
+        plan = _plan(found, target)
         return Mark(
             graph=graph,
             anchor=self._name(found.anchor),
-            nodes=tuple(dict.fromkeys(self._name(n) for n in sorted({*found.inner, *outputs, found.anchor}))),
+            nodes=self._names({*found.inner, *outputs, found.anchor}),
             inputs=tuple(dict.fromkeys(self._name(n) for n in found.inputs())),
             outputs=tuple(self._name(o) for o in outputs),
             features=gate.features(found),
-            launches=_launches(found, target),
+            variant=plan.variant if plan is not None else "",
+            why=plan.why if plan is not None else "",
+            launches=tuple(_launch(launch) for launch in plan.launches) if plan is not None else (),
         )
 
-    def mark_miss(self, graph: int, anchor: str) -> None:
-        self.misses.append(Mark(graph, self.known_as.get(anchor, anchor)))
+    def mark_miss(self, graph: int, miss: Miss) -> None:
+        nodes = tuple(dict.fromkeys(self.known_as.get(name, name) for name in miss.nodes))
+        self.misses.append(Mark(graph, self.known_as.get(miss.anchor, miss.anchor), nodes=nodes))
 
     def watched(self, match: Match) -> list[tuple[fx.Node, fx.Node, int]]:
         """For each output of ``match`` a user and where it reads the output; for :meth:`replaced`."""
@@ -124,6 +130,9 @@ class Recording:
         for output, user, position in watched:
             if position < len(user.all_input_nodes):
                 self.known_as[user.all_input_nodes[position].name] = self._name(output)
+
+    def _names(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self._name(node) for node in sorted(nodes)))
 
     def _name(self, node: fx.Node) -> str:
         return self.known_as.get(node.name, node.name)
@@ -182,15 +191,16 @@ def _target_name(target: Any) -> str:
     return getattr(target, "__name__", str(target))
 
 
-def _launches(match: Match, target: Target) -> tuple[str, ...]:
-    """The kernels of the operator's plan on ``target``, or nothing where it has none for this call."""
+def _plan(match: Match, target: Target) -> Plan | None:
+    """The operator's plan on ``target``, or None where it has none for this call."""
     if match.operator.plan is None or match.operator.supports(**match.values(), target=target) is not None:
-        return ()
-    plan = match.operator.plan(**match.values(), target=target)
-    return tuple(
-        f"{getattr(launch.kernel, '__name__', 'kernel')}"
-        f"[grid {' x '.join(str(hint(size)) for size in launch.grid)}, {launch.num_warps} warps, "
-        f"{launch.num_stages} stages] "
-        + ", ".join(f"{name}={value}" for name, value in launch.constexprs.items() if name.isupper())
-        for launch in plan.launches
-    )
+        return None
+    return match.operator.plan(**match.values(), target=target)
+
+
+def _launch(launch: Launch) -> str:
+    """A kernel start in one line."""
+    grid = " x ".join(str(hint(size)) for size in launch.grid)
+    constexprs = ", ".join(f"{name}={value}" for name, value in launch.constexprs.items() if name.isupper())
+    name = getattr(launch.kernel, "__name__", "kernel")
+    return f"{name}[grid {grid}, {launch.num_warps} warps, {launch.num_stages} stages] {constexprs}"

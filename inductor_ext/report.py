@@ -111,7 +111,7 @@ class Report:
         data = json.loads(text)
         return Report(
             sites=tuple(Site(**s) for s in data["sites"]),
-            misses=tuple(Miss(**m) for m in data["misses"]),
+            misses=tuple(Miss(**{**m, "nodes": tuple(m["nodes"])}) for m in data["misses"]),
             graph_breaks=tuple(data["graph_breaks"]),
             settings=data["settings"],
             target=data["target"],

@@ -29,7 +29,7 @@ def reproduction(folder: str | os.PathLike[str], index: Mapping[str, Any], numbe
     graph = index["graphs"][entry["graph"]]
     path = Path(folder) / graph["folder"] / f"{graph['stages'][entry['stage']]}.py"
     region = entry["region"]
-    body = _statements(path.read_text(), set(region["nodes"]))
+    body = _statements(path.read_text(encoding="utf-8"), set(region["nodes"]))
     missed = number >= len(index["sites"])
     settings = {k: v for k, v in index["settings"].items() if k in ("gate", "target") and v is not None}
     if settings.get("gate") == "measure":
@@ -39,7 +39,7 @@ def reproduction(folder: str | os.PathLike[str], index: Mapping[str, Any], numbe
         what=f"{'Near miss' if missed else 'Site'} {number}: {entry['kind']} in {entry['path'] or 'the model itself'}",
         source=entry["source"],
         reason=entry["reason"],
-        imports="\n".join(_imports(path.read_text())),
+        imports="\n".join(_imports(path.read_text(encoding="utf-8"))),
         arguments=", ".join(region["inputs"]),
         body="\n".join(f"    {line}" for line in body.splitlines()),
         results=", ".join(region["outputs"]),

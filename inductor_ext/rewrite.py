@@ -138,7 +138,7 @@ class _Rewriting:
         elif found is not None and not pattern.first:
             self.misses.append(found)
             if self.recording is not None:
-                self.recording.mark_miss(self.before, found.anchor)
+                self.recording.mark_miss(self.before, found)
         if node not in self.erased and node.target is ATTENTION.op:
             unpin(node, self.traced)
             self.erased.add(node)

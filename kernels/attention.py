@@ -906,7 +906,8 @@ def plan(
     grid = (ceil_div(len_q, config.block_m) * heads * q.shape[0], 1, 1)
     args["num_heads"] = heads
     launch = Launch(_prefill_kernel, grid, args, constexprs, config.num_warps, config.num_stages)
-    return Plan("portable.prefill", (launch,), {"out": out})
+    why = f"more than {MAX_DECODE_ROWS} rows of queries read the keys of a head, so each block of them reads them anew"
+    return Plan("portable.prefill", (launch,), {"out": out}, why=why)
 
 
 def _decode_plan(q: torch.Tensor, k: torch.Tensor, out: Buffer, args: dict, constexprs: dict, resident: int) -> Plan:
@@ -914,7 +915,8 @@ def _decode_plan(q: torch.Tensor, k: torch.Tensor, out: Buffer, args: dict, cons
     _, heads_kv, len_k, _ = _sizes(k)
     programs = batch * heads_kv * ceil_div(heads // heads_kv * len_q, constexprs["BLOCK_M"])
     visible = min(hint(len_k), hint(len_q)) if constexprs["IS_CAUSAL"] else hint(len_k)
-    splits = _num_splits(hint(programs), ceil_div(visible, constexprs["BLOCK_N"]), resident)
+    blocks = ceil_div(visible, constexprs["BLOCK_N"])
+    splits = _num_splits(hint(programs), blocks, resident)
     part = Launch(
         _decode_kernel,
         (programs * splits, 1, 1),
@@ -923,8 +925,10 @@ def _decode_plan(q: torch.Tensor, k: torch.Tensor, out: Buffer, args: dict, cons
         constexprs["NUM_WARPS"],
         constexprs["NUM_STAGES"],
     )
+    few = f"few rows of queries, {hint(programs)} programs where {resident} run at once"
     if splits == 1:
-        return Plan("portable.decode", (part,), {"out": out})
+        why = f"{few}: to split the keys, {blocks} blocks of them, would not be quicker"
+        return Plan("portable.decode", (part,), {"out": out}, why=why)
 
     row = splits * head_dim
     parts = {"out": "partial", "weights": "weights"}
@@ -942,7 +946,8 @@ def _decode_plan(q: torch.Tensor, k: torch.Tensor, out: Buffer, args: dict, cons
         "weights": Buffer((batch, heads, len_q, splits, 2), torch.float32),
     }
     launches = (dataclasses.replace(part, args=part.args | parts), merge)
-    return Plan("portable.decode_split", launches, {"out": out}, scratch)
+    why = f"{few}: the keys, {blocks} blocks of them, are split {splits} ways"
+    return Plan("portable.decode_split", launches, {"out": out}, scratch, why)
 
 
 ATTENTION = define_operator(

@@ -70,8 +70,9 @@ class Launch:
 class Plan:
     """Everything that happens on the device for one call of an operator.
 
-    ``variant`` names the kernel variant for the report.  ``outputs`` are in the order in which the
-    operator returns them.  ``mutated``: the operands that it writes, those that the operator's schema declares.
+    ``variant`` names the kernel variant for the report, and ``why`` says what made it the one that runs.  ``outputs``
+    are in the order in which the operator returns them.  ``mutated``: the operands that it writes, those that the
+    operator's schema declares.
     """
 
     variant: str
@@ -79,6 +80,7 @@ class Plan:
     outputs: Mapping[str, Buffer]
     scratch: Mapping[str, Buffer] = dataclasses.field(default_factory=dict)
     mutated: tuple[str, ...] = ()
+    why: str = ""
 
 
 def hint(value: IntLike) -> int:

@@ -310,6 +310,12 @@ def _tile(config: LinearConfig, len_k: int) -> dict[str, int | bool]:
     }
 
 
+def _why(len_m: int) -> str:
+    if len_m == 1:
+        return "one row: the weights are read once and multiplied as they come"
+    return f"{len_m} rows, which are one tile of the matrix units: the weights are read once"
+
+
 def _linear_plan(x: torch.Tensor, weights: dict[str, torch.Tensor], outputs: Sequence[str], target: Target) -> Plan:
     """One launch for one or three weights; a kernel of one reads the first weight only."""
     len_m, len_k = x.shape
@@ -326,7 +332,7 @@ def _linear_plan(x: torch.Tensor, weights: dict[str, torch.Tensor], outputs: Seq
     buffers = {
         out: Buffer((len_m, weight.shape[0]), x.dtype) for out, weight in zip(outputs, weights.values(), strict=True)
     }
-    return Plan("portable.stream", (launch,), buffers)
+    return Plan("portable.stream", (launch,), buffers, why=_why(len_m))
 
 
 def linear_plan(x: torch.Tensor, weight: torch.Tensor, *, target: Target) -> Plan:
@@ -376,7 +382,7 @@ def gated_linear_plan(
     }
     grid = (ceil_div(len_n, config.block_n), 1, 1)
     launch = Launch(_gated_linear_kernel, grid, args, constexprs, config.num_warps, config.num_stages)
-    return Plan("portable.stream", (launch,), {"out": Buffer((len_m, len_n), out_dtype)})
+    return Plan("portable.stream", (launch,), {"out": Buffer((len_m, len_n), out_dtype)}, why=_why(len_m))
 
 
 LINEAR = define_operator(

@@ -622,9 +622,12 @@ def _plan(
     n_cols = x.shape[-1]
     n_rows = math.prod(x.shape[:-1])
     tensors = (x,) if residual is None else (x, residual)
+    why = ""
     if config is None:
         itemsize = max(tensor.element_size() for tensor in tensors)
         config = choose_config(n_cols, itemsize, hint(n_rows), target)
+        fits = "fits into" if config.one_pass else "does not fit into"
+        why = f"a row of {n_cols} elements {fits} the registers of one program"
     sizes, strides = _outer_dims(*tensors)
     missing = _MAX_OUTER_DIMS - len(sizes)
     sizes = (1,) * missing + sizes
@@ -658,7 +661,7 @@ def _plan(
         num_warps=config.num_warps,
     )
     outputs = {name: Buffer(tuple(x.shape), dtype) for name, dtype in output_dtypes.items()}
-    return Plan("one_pass" if config.one_pass else "two_pass", (launch,), outputs)
+    return Plan("one_pass" if config.one_pass else "two_pass", (launch,), outputs, why=why)
 
 
 def _outer_dims(

@@ -55,23 +55,31 @@ def match(anchor: fx.Node) -> Match | Recognised | None:
         return None
     trail = _trail(scores, {})
     if trail is None:
+        ends = scores, weighted.product
         if val(anchor).dim() > 4:
-            raise Unmatched(f"the softmax has {val(anchor).dim()} dimensions, not batch, heads, queries and keys")
-        raise Unmatched("what goes into the softmax is not a product of queries and keys")
+            raise Unmatched(
+                f"the softmax has {val(anchor).dim()} dimensions, not batch, heads, queries and keys", *ends
+            )
+        raise Unmatched("what goes into the softmax is not a product of queries and keys", *ends)
     products = trail[-1], weighted.product
     if any(algebra.is_op(p, aten.mm, aten.addmm) for p in products):
-        raise Unmatched("a factor has two dimensions, neither batch nor heads: a table and not queries, keys or values")
+        raise Unmatched(
+            "a factor has two dimensions, neither batch nor heads: a table and not queries, keys or values",
+            *products,
+        )
     if any(_transforms(node, inner, trail[-1]) for node, inner in itertools.pairwise(trail)):
-        raise Unmatched("the scores go through another function before the softmax")
+        raise Unmatched("the scores go through another function before the softmax", *products)
+    ways = (algebra.between(trail[-1], anchor), algebra.between(anchor, weighted.product))
+    whole = (trail[-1], *ways[0], anchor, *ways[1], weighted.product)
     safe = weighted.safe or algebra.is_op(anchor, aten._safe_softmax)
     if safe:
         reason = "it arrives already lowered to plain matmuls"
-        return Recognised("lowered_attention", "attention", anchor, reason)
+        return Recognised("lowered_attention", "attention", anchor, reason, inner=whole)
     bound: dict[str, Any] = {}
     try:
         return _build(anchor, trail, weighted, bound)
     except Unmatched as reason:
-        return Recognised("eager_attention", "attention", anchor, str(reason), bound)
+        return Recognised("eager_attention", "attention", anchor, str(reason), bound, whole)
 
 
 # -------------------------------------------------------------------------------------- from the softmax to the values

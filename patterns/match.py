@@ -26,7 +26,14 @@ KINDS = ("rms_norm", "rope", "swiglu", "attention", "topk", "linear")
 
 
 class Unmatched(Exception):
-    """Raised inside a pattern where a condition fails; the message is the reason that the user reads."""
+    """Raised inside a pattern where a condition fails; the message is the reason that the user reads.
+
+    ``seen``: how far the pattern had come.  A dump shows these nodes, and what lies between them and the anchor.
+    """
+
+    def __init__(self, reason: str, *seen: fx.Node) -> None:
+        super().__init__(reason)
+        self.seen = seen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,20 +81,25 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Miss:
-    """A candidate that is not the pattern: which, where, and the first condition that failed."""
+    """A candidate that is not the pattern: which, where, and the first condition that failed.
+
+    ``nodes``: what had been recognised until then, by name and in graph order.
+    """
 
     pattern: str
     kind: str
     anchor: str
     reason: str
     source: str
+    nodes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Recognised:
     """A subgraph that is the pattern, but that no operator expresses or may take over: counted and left alone.
 
-    ``reason``: what stands in the way, in words that stand in the report.
+    ``reason``: what stands in the way, in words that stand in the report.  ``inner``: the nodes that are the pattern,
+    as far as they are known.
     """
 
     pattern: str
@@ -95,6 +107,7 @@ class Recognised:
     anchor: fx.Node
     reason: str
     bound: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    inner: tuple[fx.Node, ...] = ()
 
     @property
     def source(self) -> str:
@@ -224,10 +237,22 @@ class Pattern:
         try:
             return self.match(node)
         except Unmatched as reason:
-            return Miss(self.name, self.kind, node.name, str(reason), source_line(node))
+            nodes = tuple(n.name for n in _joined(node, reason.seen))
+            return Miss(self.name, self.kind, node.name, str(reason), source_line(node), nodes)
+
+
+def _joined(anchor: fx.Node, others: Iterable[fx.Node]) -> list[fx.Node]:
+    """``anchor`` and ``others`` with what lies between them and it, in graph order."""
+    nodes = {anchor, *others}
+    for node in others:
+        nodes.update(algebra.between(min(node, anchor), max(node, anchor)))
+    return sorted(n for n in nodes if n.op == "call_function")
 
 
 _TORCH = str(Path(torch.__file__).parent)
+_LONGEST = 300
+"""Characters of a source line that are kept: generated code may have everything in one."""
+
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]*)\n\s*(?P<code>[^\n]*)')
 
 
@@ -239,7 +264,8 @@ def source_line(node: fx.Node) -> str:
     # The line in torch.nn that a call of the user's led to says less than the call.
     outside = [f for f in frames if not f["file"].startswith(_TORCH)]
     last = (outside or frames)[-1]
-    return f"{last['file']}:{last['line']}: {last['code'].strip()}"
+    code = last["code"].strip()
+    return f"{last['file']}:{last['line']}: {code if len(code) <= _LONGEST else code[:_LONGEST] + '...'}"
 
 
 def _late(arguments: Iterable[fx.Node], first_user: fx.Node, users: set[fx.Node]) -> list[fx.Node]:

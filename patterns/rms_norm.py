@@ -47,6 +47,13 @@ def match(anchor: fx.Node) -> Match | None:
     if found is None:
         return None
     square, eps = found
+    try:
+        return _match(anchor, square, eps, divides)
+    except Unmatched as reason:
+        raise Unmatched(str(reason), square, *reason.seen) from None
+
+
+def _match(anchor: fx.Node, square: fx.Node, eps: float | fx.Node, divides: bool) -> Match:
     computed = algebra.squared(square)
     h = algebra.strip_upcast(computed)
     if algebra.dtype_of(computed) != torch.float32:
@@ -57,7 +64,7 @@ def match(anchor: fx.Node) -> Match | None:
         raise Unmatched(f"the inverse root is computed in {algebra.dtype_of(anchor)}, not float32")
     normalised = _normalised(anchor, h, divides)
     if not algebra.same_shape(val(normalised.node).shape, val(h).shape):
-        raise Unmatched("the root is broadcast to more rows than were normalised")
+        raise Unmatched("the root is broadcast to more rows than were normalised", normalised.node)
     return _build(anchor, h, eps, _follow(normalised))
 
 
@@ -69,19 +76,22 @@ def _mean_of_squares(radicand: Any) -> tuple[fx.Node, float | fx.Node] | None:
     square = algebra.last_dim_mean(mean)
     if square is None:
         if algebra.last_dim_sum(mean) is not None:
-            raise Unmatched("a sum of squares is not divided by their number: an L2 norm")
+            raise Unmatched("a sum of squares is not divided by their number: an L2 norm", mean)
         if algebra.is_variance(mean):
-            raise Unmatched("a variance stands under the root, as in LayerNorm: RMSNorm subtracts no mean")
+            raise Unmatched("a variance stands under the root, as in LayerNorm: RMSNorm subtracts no mean", mean)
         if algebra.is_op(mean, aten.mean):
-            raise Unmatched("the mean is not over the last dimension alone with keepdim=True")
+            squares = [n for n in mean.all_input_nodes if algebra.squared(n) is not None]
+            raise Unmatched("the mean is not over the last dimension alone with keepdim=True", mean, *squares)
         if algebra.is_cast(mean) and algebra.last_dim_mean(mean.args[0]) is not None:
-            raise Unmatched(f"the mean is rounded to {algebra.dtype_of(mean)} before its root is taken")
+            raise Unmatched(f"the mean is rounded to {algebra.dtype_of(mean)} before its root is taken", mean.args[0])
         return None
     if not algebra.holds(algebra.dtype_of(mean), algebra.dtype_of(square)):
-        raise Unmatched(f"the mean is computed in {algebra.dtype_of(mean)}, its squares in {algebra.dtype_of(square)}")
+        raise Unmatched(
+            f"the mean is computed in {algebra.dtype_of(mean)}, its squares in {algebra.dtype_of(square)}", mean, square
+        )
     square = algebra.strip_upcast(square)
     if algebra.squared(square) is None:
-        raise Unmatched("the mean is not of squares")
+        raise Unmatched("the mean is not of squares", mean)
     return square, eps
 
 
@@ -106,12 +116,13 @@ def _normalised(anchor: fx.Node, h: fx.Node, divides: bool) -> _Normalised:
             if factor is None:
                 return _Normalised(node, dtype)
             if not exact or dtype is not None:
-                raise Unmatched("the weight is multiplied in first and its product rounded")
+                raise Unmatched("the weight is multiplied in first and its product rounded", node)
             return _Normalised(node, None, factor)
     if roots:
         raise Unmatched(f"the root is rounded to {next(iter(roots.values()))} before it is used")
-    if any(algebra.plus_scalar(user) is not None for user in algebra.readers(anchor)):
-        raise Unmatched("eps is added to the root, not to the mean under it")
+    shifted = [user for user in algebra.readers(anchor) if algebra.plus_scalar(user) is not None]
+    if shifted:
+        raise Unmatched("eps is added to the root, not to the mean under it", *shifted)
     raise Unmatched("the value that is normalised is not the one whose squares were averaged")
 
 
@@ -163,7 +174,7 @@ def _follow(normalised: _Normalised) -> _Tail:
     if normalised.factor is not None:
         _take_weight(tail, node, normalised.factor)
         if tail.weight is None:
-            raise Unmatched("what is multiplied in first is no vector of weights")
+            raise Unmatched("what is multiplied in first is no vector of weights", node)
     else:
         if tail.norm_dtype == torch.float32:  # else it is rounded, and a cast would be another rounding point
             _take_cast(tail, hidden_size)
@@ -299,7 +310,7 @@ def _build(anchor: fx.Node, h: fx.Node, eps: float | fx.Node, tail: _Tail) -> Ma
     order = algebra.dense_order(val(tail.node))
     if order is None:
         if not algebra.strided_columns(val(h)):
-            raise Unmatched("the result has gaps in memory")
+            raise Unmatched("the result has gaps in memory", tail.node)
         order = tuple(range(val(h).dim()))  # the operator declines such rows
     if order != tuple(range(len(order))):
         args["x"] = Permuted(h, order)

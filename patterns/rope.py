@@ -86,7 +86,10 @@ def match(anchor: fx.Node) -> Match | None:
     turned = _turned(anchor)
     if turned is None:
         return None
-    _check(turned)
+    try:
+        _check(turned)
+    except Unmatched as reason:
+        raise Unmatched(str(reason), *algebra.between(turned.base, turned.node)) from None
     joint = _joined_with_rest(turned)
     if joint is not None:
         parts, base, layout, node = joint
@@ -95,7 +98,7 @@ def match(anchor: fx.Node) -> Match | None:
         return _build(anchor, parts, base, layout, node)
     moved = [m for m in map(turned.on, algebra.lane_sources(turned.base)) if m is not None and _layout(m) is not None]
     if not moved:
-        raise Unmatched(_why_no_layout(turned))
+        raise Unmatched(_why_no_layout(turned), *algebra.between(turned.base, turned.node))
     # The furthest tensor that has just the rotary elements: what rearranges them in between is taken over.
     whole = [m for m in moved if algebra.same_size(val(m.base).shape[-1], m.width)]
     if whole:
@@ -133,14 +136,17 @@ def _by_arrangement(anchor: fx.Node) -> _Turned | None:
                 if found is None:
                     continue
                 if sign < 0:
-                    raise Unmatched("the cosine's product is subtracted")
+                    raise Unmatched("the cosine's product is subtracted", *algebra.between(base, anchor))
                 minus = found[1] if sin_sign > 0 else tuple(~i for i in found[1])
                 compute, product = _rounding(terms)
                 tables = algebra.strip_upcast(cos), algebra.strip_upcast(sin)
                 return _Turned(anchor, anchor, base, found[0], minus, *tables, compute, product)
             near = near or _negates_a_half(rotated)
     if near:
-        raise Unmatched("the cosine multiplies another tensor than the one whose halves the sine multiplies")
+        raise Unmatched(
+            "the cosine multiplies another tensor than the one whose halves the sine multiplies",
+            *(term for _, term in terms),
+        )
     return None
 
 
@@ -202,13 +208,13 @@ def _by_halves(anchor: fx.Node) -> _Turned | None:
         if isinstance(turned, _Turned) and _layout_somewhere(turned):
             compute, product = _rounding([*terms[0], *terms[1]])
             if casts[0] != casts[1]:
-                raise Unmatched("only one of the two halves is cast")
+                raise Unmatched("only one of the two halves is cast", *sums)
             return dataclasses.replace(turned, compute=compute, product=product)
         if turned is not None:
             reasons.append(turned if isinstance(turned, str) else _why_no_layout(turned))
     why = BACKWARDS if BACKWARDS in reasons else next(iter(reasons), _why_unrelated(*terms))
     if why is not None:
-        raise Unmatched(why)
+        raise Unmatched(why, *(term for _, term in (*terms[0], *terms[1])))
     return None
 
 
@@ -336,7 +342,7 @@ def _by_complex_product(anchor: fx.Node) -> _Turned | None:
             continue  # a scale, or one angle for all
         real = _only_reader(anchor)
         if not algebra.is_op(real, aten.view_as_real):
-            raise Unmatched("the complex product is used as such: it is not turned back into pairs of real numbers")
+            raise Unmatched("the complex product is used as such: it is not turned back into pairs of real numbers", z)
         pairs = z.args[0]
         for base in algebra.lane_sources(pairs):
             found = algebra.lanes(pairs, base) if val(base).dim() == val(z).dim() else None
@@ -347,7 +353,7 @@ def _by_complex_product(anchor: fx.Node) -> _Turned | None:
         flat = _only_reader(real)
         shape = val(z).shape
         if not algebra.is_reshape(flat) or not algebra.same_shape(val(flat).shape, (*shape[:-1], 2 * shape[-1])):
-            raise Unmatched("the rotated pairs are not joined into one dimension again")
+            raise Unmatched("the rotated pairs are not joined into one dimension again", z, real)
         u, v = found.index[0::2], found.index[1::2]
         plus, minus = _interlace(u, v, "interleaved"), _interlace(tuple(~i for i in v), u, "interleaved")
         dtype = val(real).dtype

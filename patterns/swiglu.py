@@ -61,11 +61,15 @@ def _explain_unknown(product: fx.Node) -> None:
     for factor, other in algebra.commuted(product):
         for form in algebra.nonlinear_forms(factor):
             if algebra.same_projected(form.source, other):
+                inside = algebra.between(form.source, product)
                 if _peeled(factor) is None:
-                    raise Unmatched("the gate is rounded on its way to the product, to a type that holds other numbers")
+                    raise Unmatched(
+                        "the gate is rounded on its way to the product, to a type that holds other numbers",
+                        *inside,
+                    )
                 if form.loses_precision():
-                    raise Unmatched("the gate's activation rounds to a shorter type than its argument has")
-                raise Unmatched(f"the gate's activation is none of {', '.join(ACTIVATIONS)}")
+                    raise Unmatched("the gate's activation rounds to a shorter type than its argument has", *inside)
+                raise Unmatched(f"the gate's activation is none of {', '.join(ACTIVATIONS)}", *inside)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,19 +149,28 @@ def _gated(anchor: fx.Node, gate: _Gate, factor: fx.Node, other: fx.Node) -> Mat
     if next(algebra.univariate_forms(anchor), None) is not None:
         if name not in _UNITS:
             return None  # x * sigmoid(x): an activation in the making
-        raise Unmatched(f"{name} multiplies a function of its own argument: an activation, not a gate")
+        raise Unmatched(
+            f"{name} multiplies a function of its own argument: an activation, not a gate",
+            *gate.activation.nodes,
+        )
     shape = val(anchor).shape
     if not algebra.same_shape(val(factor).shape, shape):
         if gate.moves:
             return None
-        raise Unmatched("the gate is broadcast: it scales whole rows or channels, as in squeeze-and-excitation")
+        raise Unmatched(
+            "the gate is broadcast: it scales whole rows or channels, as in squeeze-and-excitation",
+            *gate.activation.nodes,
+        )
     if not algebra.same_shape(val(other).shape, shape):
         return None  # an activation times a weight or a scale
     regrouped = _regrouped(gate, other)
     if regrouped is not None:
         gate, other = regrouped
     elif name not in _UNITS and not algebra.same_projected(source, other):
-        raise Unmatched(f"{name} gates something else than a matrix product of the same operand: no gated MLP")
+        raise Unmatched(
+            f"{name} gates something else than a matrix product of the same operand: no gated MLP",
+            *gate.activation.nodes,
+        )
     return _build(anchor, gate, other)
 
 

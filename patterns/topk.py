@@ -46,23 +46,25 @@ def _match_sort(anchor: fx.Node) -> Match | None:
         return None
     if len(pieces) != len(readers):
         if all(r in pieces or algebra.is_backward(r) for r in readers):
-            raise Unmatched("the gradient of the sort reads all of its indices")
-        raise Unmatched("the whole sorted tensor is read as well as a piece of it")
+            raise Unmatched("the gradient of the sort reads all of its indices", *readers)
+        raise Unmatched("the whole sorted tensor is read as well as a piece of it", *readers)
     if any(algebra.argument(p, "start") not in (0, None) or algebra.argument(p, "step") != 1 for p in pieces):
-        raise Unmatched("other elements of a sort are taken than the first k")
+        raise Unmatched("other elements of a sort are taken than the first k", *pieces)
     sizes = [val(p).shape[dim] for p in pieces]
     outputs = [next(iter(r.users)) if r is not None and r.users else None for r in results]
     if len(pieces) > sum(o is not None for o in outputs) or not all(algebra.same_size(s, sizes[0]) for s in sizes):
-        raise Unmatched("pieces of different sizes are taken from one sort")
+        raise Unmatched("pieces of different sizes are taken from one sort", *pieces)
     if "stable" in [a.name for a in anchor.target._schema.arguments] and algebra.argument(anchor, "stable"):
-        raise Unmatched("the sort is stable: it keeps the order of equal elements, which top-k does not promise")
+        raise Unmatched(
+            "the sort is stable: it keeps the order of equal elements, which top-k does not promise", *pieces
+        )
     if any(_shows_strides(p) for p in pieces):
-        raise Unmatched("a piece of a sort is returned from the graph with the strides of the whole")
+        raise Unmatched("a piece of a sort is returned from the graph with the strides of the whole", *pieces)
     if any(r is not None and algebra.dense_order(val(r)) != tuple(range(val(r).dim())) for r in results):
-        raise Unmatched("the sort is of a tensor that is not contiguous and has its strides")
+        raise Unmatched("the sort is of a tensor that is not contiguous and has its strides", *pieces)
     k = sizes[0]
     if not isinstance(k, int):
-        raise Unmatched("the number of elements taken from a sort is dynamic")
+        raise Unmatched("the number of elements taken from a sort is dynamic", *pieces)
     return _build(anchor, {"x": x, "k": k, "dim": dim, "largest": descending, "sorted": True}, outputs)
 
 

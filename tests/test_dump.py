@@ -62,12 +62,20 @@ def test_sites_are_numbered_and_located(dumped: Path) -> None:
     assert [s["path"] for s in norms] == ["layers.0.norm", "layers.1.norm", "layers.2.norm", "norm"]
     for site in norms:
         assert site["operator"] == "portable_ops::rms_norm" and site["bound"]["eps"] == "1e-06"
-        assert site["launches"][0].startswith("rms_norm_one_pass_kernel[grid ")
+        assert site["plan"]["variant"] == site["variant"] == "one_pass"
+        assert site["plan"]["why"] == "a row of 64 elements fits into the registers of one program"
+        assert site["plan"]["launches"][0].startswith("rms_norm_one_pass_kernel[grid ")
+        assert [line.rpartition(": ")[2] for line in site["lines"]] == [
+            "h = h * torch.rsqrt(h.pow(2).mean(self.dim, keepdim=True) + 1e-6)",
+            "return self.weight * h.to(x.dtype)",
+        ]
         assert site["features"] == {"dtype": "float32", "rows": 16, "hidden_size": 64}
         assert set(site["region"]["nodes"]) >= set(site["nodes"])
         assert {tuple(spec["shape"]) for spec in site["region"]["inputs"].values()} == {(2, 8, 64), (64,)}
     assert [m["path"] for m in index["misses"]] == [f"layers.{i}.odd_norm" for i in range(3)]
     assert all("last dimension" in m["hint"] for m in index["misses"])
+    # A near miss is shown from the squares to the root, and not by its anchor alone.
+    assert [re.sub(r"_\d+", "", n) for n in index["misses"][0]["nodes"]] == ["pow", "mean", "add", "rsqrt"]
 
 
 def test_the_report_is_beside_it(dumped: Path) -> None:

@@ -30,8 +30,8 @@
 
   // ------------------------------------------------------------------ which entries are the same in other layers
   const peers = new Map();
-  data.lines.forEach((line, index) => line.entries.forEach((numbers, copy) => numbers.forEach((number, position) => {
-    if (!peers.has(number)) peers.set(number, { line: index, copy, first: line.entries[0][position], position });
+  data.lines.forEach((line, index) => line.entries.forEach((numbers) => numbers.forEach((number, position) => {
+    if (entries[number].home === index) peers.set(number, { line: index, first: line.entries[0][position], position });
   })));
   const sameAs = (number) => {
     const place = peers.get(number);
@@ -79,7 +79,8 @@
   table(byId("site-table"), all.filter((n) => !isMiss(n)), [["", "decision"], ["why", "reason"], ["variant", "variant"], ["source", "source", true]]);
 
   // ------------------------------------------------------------------------------------------------- the lines
-  const folds = data.lines.map((line, index) => {
+  const folds = [];
+  data.lines.forEach((line, index) => {
     const kinds = new Map();
     for (const number of line.entries[0] || []) {
       const key = entries[number].kind + state(number);
@@ -93,9 +94,10 @@
     if (line.paths.length > 1) button.append(make("span", { class: "times" }, `×${line.paths.length}`));
     button.append(make("span", { class: "module" }, line.module), marks);
     if (line.paths.length > 1) button.title = line.paths.join(", ");
-    const element = make("div", { class: "line", "data-line": index }, button);
-    byId("lines").append(element);
-    return { element, button, views: null };
+    const inner = make("div", { class: "inner", hidden: "" });
+    const element = make("div", { class: "line", "data-line": index }, button, inner);
+    folds.push({ element, button, inner, views: null });
+    (line.parent < 0 ? byId("lines") : folds[line.parent].inner).append(element);
   });
 
   function toggle(index, open) {
@@ -104,8 +106,10 @@
     if (open === isOpen) return;
     fold.button.setAttribute("aria-expanded", String(!isOpen));
     fold.button.firstChild.textContent = isOpen ? "▸" : "▾";
-    if (isOpen) return fold.element.querySelector(".sides").remove(), fold.views = null, undefined;
+    fold.inner.hidden = isOpen;
+    if (isOpen) return fold.element.lastChild.remove(), fold.views = null, undefined;
     const line = data.lines[index];
+    if (line.parent >= 0) toggle(line.parent, true);
     const sides = make("div", { class: "sides" });
     fold.element.append(sides);
     fold.views = [["before", line.before], ["after", line.after]].map(([name, block]) => {
@@ -156,7 +160,11 @@
         group.setAttribute("data-entry", number);
         group.setAttribute("aria-label", `${entries[number].kind} ${state(number)}: ${words[name]}`);
         group.addEventListener("click", () => svg.dragged || show(number, false));
-        group.addEventListener("keydown", (event) => { if (event.key === "Enter") show(number, false); });
+        group.addEventListener("keydown", (event) => {
+          if (event.key !== "Enter" && event.key !== " ") return;
+          event.preventDefault();
+          show(number, false);
+        });
       }
       draw("title", {}, group).textContent = [words[name], words[target], words[type], words[source]].filter(Boolean).join("\n");
       const lines = number === -2 ? [words[name]] : [words[name], words[target].replace(/^aten\.|\.default$/g, ""), words[type]];
@@ -250,7 +258,8 @@
     if (travel) goTo(number);
     document.querySelectorAll("svg .chosen").forEach((node) => node.classList.remove("chosen"));
     const drawn = peers.has(number) ? peers.get(number).first : number;
-    document.querySelectorAll(`svg [data-entry="${drawn}"]`).forEach((node) => node.classList.add("chosen"));
+    document.querySelectorAll(`svg [data-entry="${drawn}"], svg [data-entry="${number}"]`)
+      .forEach((node) => node.classList.add("chosen"));
     const list = make("dl");
     const add = (name, value, code) => {
       if (value === "" || value === undefined) return;
@@ -263,32 +272,28 @@
       add("decision", entry.decision === "rewritten" ? "rewritten" : "left to Inductor");
       add("why", text(entry, "reason"));
       add("operator", entry.operator, true);
-      add("kernel variant", text(entry, "variant"));
-      (entry.launches || []).forEach((launch) => add("launch", words[launch], true));
+      const [variant, why, ...launches] = (entry.plan || []).map((n) => words[n]);
+      const reference = text(entry, "variant") === "reference";
+      if (entry.decision === "rewritten") add("kernel variant", text(entry, "variant"));
+      else if (variant) add("kernel variant", `${variant}, if it were rewritten`);
+      add("chosen because", reference ? "there is no kernel for this device, or none yet" : why);
+      if (!reference) (launches || []).forEach((launch) => add("launch", launch, true));
       for (const [name, value] of Object.entries(entry.bound || {})) add(name, value);
       const asked = Object.entries(entry.features || {}).map(([name, value]) => `${name}=${value}`).join(", ");
       add("the gate saw", asked);
     }
     add("module", entry.path, true);
     add("pattern", text(entry, "pattern"));
-    add("source", text(entry, "source"), true);
     const others = sameAs(number);
     if (others.length > 1) add("the same", `${others.length} times: ` + others.map((n) => `#${n} ${entries[n].path || ""}`).join(", "));
-    const lines = sourcesOf(number);
-    if (lines.length) add("lines", lines.join("\n"), true);
+    const lines = (entry.lines || []).map((n) => words[n]);
+    if (lines.length) add("source lines", lines.join("\n"), true);
+    else add("source", text(entry, "source"), true);
     add("nodes", (entry.nodes || []).join(" "), true);
     const close = make("button", { class: "close", onclick: hide }, "Close");
     panel.replaceChildren(close, make("h2", {}, `#${number} `, badge(number, 1)), list,
       make("p", {}, make("code", {}, `portable-ops repro DUMP --site ${number}`)));
     panel.hidden = false;
-  }
-
-  function sourcesOf(number) {
-    const place = peers.get(number);
-    if (!place) return [];
-    const block = data.blocks[data.lines[place.line].before];
-    if (!block) return [];
-    return [...new Set(block.nodes.filter((n) => n[5] === place.first && n[4]).map((n) => words[n[4]]))];
   }
 
   const hide = () => { byId("details").hidden = true; };
@@ -314,14 +319,20 @@
     wanted = wanted.trim().toLowerCase();
     if (wanted) {
       const matching = words.map((word) => word.toLowerCase().includes(wanted));
+      const shown = new Set();
       data.lines.forEach((line, index) => {
+        const found = [];
         for (const side of [0, 1]) {
           const block = data.blocks[side ? line.after : line.before];
-          if (block) block.nodes.forEach((node, i) => { if (node[5] !== -2 && node.slice(0, 5).some((w) => w && matching[w])) hits.push([index, side, i]); });
+          if (block) block.nodes.forEach((node, i) => { if (node[5] !== -2 && node.slice(0, 5).some((w) => w && matching[w])) found.push([index, side, i]); });
         }
-        if (line.paths.some((path) => path.toLowerCase().includes(wanted))) hits.push([index, -1, 0]);
+        const named = line.paths.some((path) => path.toLowerCase().includes(wanted));
+        // A module inside of a layer has nodes that the layer has as well: they count once.
+        if (line.parent < 0) hits.push(...found);
+        if (named) hits.push([index, -1, 0]);
+        if (named || found.length) for (let up = index; up >= 0; up = data.lines[up].parent) shown.add(up);
       });
-      data.lines.forEach((line, index) => { folds[index].element.style.display = hits.some((h) => h[0] === index) ? "" : "none"; });
+      data.lines.forEach((line, index) => { folds[index].element.style.display = shown.has(index) ? "" : "none"; });
     } else folds.forEach((fold) => { fold.element.style.display = ""; });
     byId("found").textContent = wanted ? `${hits.length} found` : "";
   }
