@@ -105,7 +105,7 @@ def _dump(arguments: argparse.Namespace) -> int:
     with torch.set_grad_enabled(arguments.training):
         try:
             report = run(*args, **kwargs)
-        except ExpectationError:
+        except (ExpectationError, BadDump):
             raise
         except Exception:
             traceback.print_exc()

@@ -294,17 +294,19 @@ def _entries(found: Iterable[Any], marks: list[Mark | None], graph: int, places:
             entry["bound"] = {name: str(value) for name, value in one.bound.items()}
         if mark is not None:
             place = places[mark.graph]
+            region = place.region(mark)
+            nodes = place.taken(mark, region["nodes"])
             entry |= {
                 "stage": mark.graph,
                 "anchor": mark.anchor,
                 "path": place.paths.get(mark.anchor, ""),
-                "nodes": place.known(mark.nodes) or [mark.anchor],
-                "lines": place.lines((*mark.nodes, mark.anchor)),
+                "nodes": nodes,
+                "lines": place.lines(nodes),
                 "operator": mark.operator,
                 "replacement": mark.replacement,
                 "features": dict(mark.features),
                 "plan": {"variant": mark.variant, "why": mark.why, "launches": list(mark.launches)},
-                "region": place.region(mark),
+                "region": region,
             }
         entries.append(entry)
     return entries
@@ -322,14 +324,21 @@ class _Places:
             for argument in row.arguments:
                 self.users[argument].append(row.name)
 
+    def taken(self, mark: Mark, region: Iterable[str]) -> list[str]:
+        """The nodes that are the match, in graph order: those that it named, and what serves nothing else."""
+        nodes = {mark.anchor, *self.known(mark.nodes)}
+        if mark.outputs:
+            own = set(region)
+            nodes.update(name for name in own if self.users[name] and own.issuperset(self.users[name]))
+        return sorted(nodes, key=self.order.__getitem__)
+
     def known(self, names: Iterable[str]) -> list[str]:
         """Those of ``names`` that stand in this stage: the rewrite puts in nodes of its own."""
         return [name for name in names if name in self.rows]
 
     def lines(self, names: Iterable[str]) -> list[str]:
-        """The user's lines that made these nodes, in graph order."""
-        known = sorted(self.known(names), key=self.order.__getitem__)
-        return list(dict.fromkeys(short_source(self.rows[name].source) for name in known if self.rows[name].source))
+        """The user's lines that made these nodes, each once."""
+        return list(dict.fromkeys(short_source(self.rows[name].source) for name in names if self.rows[name].source))
 
     def region(self, mark: Mark) -> dict[str, Any]:
         """Nodes of a subgraph that stands by itself, what goes in, and what comes out."""
@@ -340,6 +349,7 @@ class _Places:
             "nodes": sorted(nodes, key=self.order.__getitem__),
             "inputs": {name: self.rows[name].spec for name in sorted(inputs, key=self.order.__getitem__)},
             "outputs": sorted(outputs, key=self.order.__getitem__),
+            "returned": [n for n in outputs if any(self.rows[u].target == "output" for u in self.users[n])],
         }
 
     def _matched(self, mark: Mark) -> set[str]:

@@ -5,7 +5,7 @@ The values of constants are not written; where the text is run they are made up,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
@@ -50,8 +50,22 @@ def _plain(size: Any) -> Any:
     return size if isinstance(size, int) else str(size)
 
 
-def input_spec(value: Any) -> dict[str, Any]:
-    """What is needed to make up such a value: for a tensor its shape, strides and dtype, with hints for symbols."""
+def size_symbols(graph: fx.Graph) -> set[Any]:
+    """The symbols that sizes of the graph's inputs are made of; others are numbers that the model was called with."""
+    values = (_value(node) for node in graph.nodes if node.op == "placeholder")
+    sizes = (size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
+    return {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
+def input_spec(value: Any, sizes: Set[Any] = frozenset()) -> dict[str, Any]:
+    """What is needed to make up such a value: for a tensor its shape, strides and dtype, with hints for symbols.
+
+    ``sizes``: the symbols whose hints may be told; a number of any other sort becomes 2.
+    """
     if isinstance(value, torch.Tensor):
         strided = value.layout == torch.strided
         return {
@@ -59,7 +73,9 @@ def input_spec(value: Any) -> dict[str, Any]:
             "shape": [hint(s) for s in value.shape],
             "stride": [hint(s) for s in value.stride()] if strided else None,
         }
-    return {"number": hint(value) if isinstance(value, int | torch.SymInt) else 1}
+    if isinstance(value, torch.SymInt) and value.node.expr.free_symbols <= sizes:
+        return {"number": hint(value)}
+    return {"number": 2 if isinstance(value, int | torch.SymInt) else 1}
 
 
 def runnable(graph: fx.Graph, name: str) -> str:
@@ -67,11 +83,12 @@ def runnable(graph: fx.Graph, name: str) -> str:
     owner = graph.owning_module if graph.owning_module is not None else torch.nn.Module()
     classes, imports = _classes(graph, owner, "Graph", {})
     inputs = {}
+    sizes = size_symbols(graph)
     device = "cpu"
     for node in graph.nodes:
         if node.op == "placeholder":
-            value = node.meta.get("val", node.meta.get("example_value"))
-            inputs[node.name] = input_spec(value)
+            value = _value(node)
+            inputs[node.name] = input_spec(value, sizes)
             if isinstance(value, torch.Tensor) and value.device.type != "cpu":
                 device = value.device.type
     rows = "".join(f"    {input!r}: {spec!r},\n" for input, spec in inputs.items())
@@ -159,11 +176,17 @@ def _classes(graph: fx.Graph, owner: torch.nn.Module, name: str, done: dict[int,
     code = _code(graph)
     block = graph_module._format_import_block(code.globals, sys_importer)
     imports |= {line for line in block.splitlines() if line.strip()}
-    body = "".join(f"    {line}\n" if line.strip() else "\n" for line in code.src.strip("\n").splitlines())
+    lines = (_shortened(line) for line in code.src.strip("\n").split("\n"))
+    body = "".join(f"    {line}\n" if line.strip() else "\n" for line in lines)
     start = "    def __init__(self):\n        super().__init__()\n" + "".join(attributes) + "\n" if attributes else ""
     keep = _KEEP if any("_keep(" in line for line in attributes) else ""
     classes.append(f"{keep}class {name}(torch.nn.Module):\n{start}{body}")
     return classes, imports
+
+
+def _shortened(line: str) -> str:
+    """``line``, or its beginning where it is a comment with a source line that nobody wrote by hand."""
+    return line if len(line) < 1000 or not line.lstrip().startswith("#") else f"{line[:1000]}..."
 
 
 def _code(graph: fx.Graph) -> Any:

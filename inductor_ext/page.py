@@ -32,7 +32,7 @@ OTHER_COLOUR = "#D55E00"
 _LARGEST_DRAWING = 400
 """Nodes of one drawing: a longer block is shown in parts, since layout and reader both tire beyond this."""
 
-_AT_A_GLANCE = 40
+_AT_A_GLANCE = 60
 """Nodes of a block that is taken in without lines for the modules inside of it."""
 
 _LAYOUT_S = 25.0
@@ -346,7 +346,9 @@ def layout(widths: tuple[int, ...], edges: tuple[tuple[int, int], ...], plain: b
     left = 0.0
     for component in graph.C:
         members = list(component.V())
-        if len(members) > 1:
+        if len(members) == 1:
+            members[0].view.xy = (0.0, 0.0)
+        else:
             drawing = SugiyamaLayout(component)
             drawing.xspace, drawing.yspace = 12, 26
             drawing.init_all(roots=[v for v in members if not v.e_in()], optimize=False)

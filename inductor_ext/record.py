@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..kernels.target import Target
 from ..patterns import Match, Miss, Recognised
 from ..patterns.match import source_line
 from . import gate
-from .graph_text import input_spec, runnable, type_text
+from .graph_text import input_spec, runnable, size_symbols, type_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,9 @@ class Recording:
     def keep(self, name: str, graph: fx.Graph) -> int:
         """Write ``graph`` down; returns its position among the stages."""
         sources: dict[str, str] = {}
-        self.stages.append(Stage(name, runnable(graph, name), tuple(_row(node, sources) for node in graph.nodes)))
+        sizes = size_symbols(graph)
+        rows = tuple(_row(node, sources, sizes) for node in graph.nodes)
+        self.stages.append(Stage(name, runnable(graph, name), rows))
         return len(self.stages) - 1
 
     def mark_site(self, graph: int, found: Match | Recognised, target: Target) -> Mark:
@@ -164,7 +166,7 @@ def module_path(stack_entry: str) -> str:
     return path.replace("._modules", "").strip(".")
 
 
-def _row(node: fx.Node, sources: dict[str, str]) -> Row:
+def _row(node: fx.Node, sources: dict[str, str], sizes: Set[Any]) -> Row:
     trace = node.meta.get("stack_trace") or ""
     if trace not in sources:
         sources[trace] = source_line(node)
@@ -179,7 +181,7 @@ def _row(node: fx.Node, sources: dict[str, str]) -> Row:
         path=module_path(entry) if isinstance(entry, str) else "",
         module=getattr(cls, "__name__", str(cls).rpartition(".")[2]),
         source=sources[trace],
-        spec=input_spec(value),
+        spec=input_spec(value, sizes),
     )
 
 

@@ -42,7 +42,7 @@ def reproduction(folder: str | os.PathLike[str], index: Mapping[str, Any], numbe
         imports="\n".join(_imports(path.read_text(encoding="utf-8"))),
         arguments=", ".join(region["inputs"]),
         body="\n".join(f"    {line}" for line in body.splitlines()),
-        results=", ".join(region["outputs"]),
+        results=", ".join(n if n in region["returned"] else f"_used({n})" for n in region["outputs"]),
         inputs=pprint.pformat(region["inputs"], width=110, sort_dicts=False),
         settings=json.dumps(settings),
         check=(_MISSED if missed else _REWRITTEN if same else _MATCHED).format(
@@ -97,6 +97,11 @@ INPUTS = {inputs}
 
 def _stock_attention(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False, out_order=None):
     return F.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _used(x):
+    """Something that reads ``x``, as the rest of the model does."""
+    return x.clone() if isinstance(x, torch.Tensor) else x
 
 
 def region({arguments}):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import linecache
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -179,14 +181,8 @@ with torch.no_grad():
 
 def test_any_run_dumps_with_the_variable_set(tmp_path: Path) -> None:
     for _ in range(2):  # the second time the caches are warm, and a dump is made nevertheless
-        run = subprocess.run(
-            [sys.executable, "-c", COMPILED],
-            env={**os.environ, "PORTABLE_OPS_DUMP": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert run.returncode == 0, run.stderr
+        done = run(COMPILED, tmp_path)
+        assert done.returncode == 0, done.stderr
         index = dumps.read(tmp_path)
         assert len(index["graphs"]) == 2 and index["rewritten"]["rms_norm"] == 2
         assert index["settings"]["dump"] == str(tmp_path)
@@ -196,11 +192,155 @@ def test_any_run_dumps_with_the_variable_set(tmp_path: Path) -> None:
         assert (tmp_path / "index.html").exists()
 
 
+def run(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PORTABLE_OPS_DUMP": str(folder), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_a_process_that_finds_another_at_work_writes_beside_it(tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    (tmp_path / "graph_00").mkdir()
+    with (tmp_path / ".lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert run(COMPILED, tmp_path).returncode == 0
+    (inside,) = tmp_path.glob("process_*")
+    assert len(dumps.read(inside)["graphs"]) == 2 and (inside / "index.html").exists()
+    assert list((tmp_path / "graph_00").iterdir()) == [] and not (tmp_path / "dump.json").exists()
+
+
+FORKED = """
+import multiprocessing
+import torch
+
+def norm(x):
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+
+def work(sizes):
+    with torch.no_grad():
+        for size in sizes:
+            # Rewritten on a CPU, so that the worker needs no C++ compiler pool, which does not survive a fork.
+            options = {"portable_ops.gate": "always"}
+            torch.compile(norm, backend="portable_ops", dynamic=False, options=options)(torch.rand(2, size))
+
+work([64])
+torch.compiler.reset()
+worker = multiprocessing.get_context("fork").Process(target=work, args=([32, 128],))
+worker.start()
+worker.join()
+assert worker.exitcode == 0
+"""
+
+
+def test_a_forked_worker_has_a_dump_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
+    done = run(FORKED, tmp_path)
+    assert done.returncode == 0, done.stderr
+    (inside,) = tmp_path.glob("process_*")
+    assert [len(dumps.read(folder)["graphs"]) for folder in (tmp_path, inside)] == [1, 2]
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_anything_is_traced(
+    planted: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "sealed").mkdir()
+    monkeypatch.setattr(dumps.Tracing, "run", lambda *_: pytest.fail("traced"))
+    with pytest.raises(dumps.BadDump, match=r"no dump can be written to .*file.inside: Not a directory"):
+        dumps.dump(planted.wrong_axis, tmp_path / "file" / "inside")(planted.inputs())
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(dumps.BadDump, match=r"no dump can be written to .*sealed: permission denied"):
+        dumps.dump(planted.wrong_axis, tmp_path / "sealed")(planted.inputs())
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "sealed_factory.py").write_text("def make(): return abs, (1,)")
+    assert main(["dump", "sealed_factory:make", "--out", str(tmp_path / "sealed")]) == 2
+    assert capsys.readouterr().err.startswith("portable-ops: no dump can be written to")
+
+
+def test_training_is_dumped_with_its_backward(planted: ModuleType, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    norm, x = planted.Norm(), planted.inputs().requires_grad_()
+    options = {"portable_ops.dump": str(tmp_path), "portable_ops.gate": "always"}
+    torch.compile(norm, backend="portable_ops", options=options)(x).sum().backward()
+    dumps.flush()
+    graph = tmp_path / "graph_00"
+    stages = [*STAGES, "4_forward", "5_backward"]
+    assert sorted(p.stem for p in graph.glob("[0-9]*.py")) == stages
+    assert dumps.read(tmp_path)["graphs"][0]["stages"] == stages
+    for stage in stages:
+        assert run_graph(graph / f"{stage}.py")
+    forward, backward = ((graph / f"wrapper_{i}.py").read_text() for i in (0, 1))
+    assert "tangents_1" in backward and "tangents_1" not in forward
+    assert (tmp_path / "index.html").read_text().count("wrapper_1.py") > 0
+
+
+def test_numbers_and_frozen_weights_are_not_told(tmp_path: Path) -> None:
+    """A number that is an input of the graph, and weights that freezing makes constants of the code."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.7310586))
+
+        def forward(self, x: Tensor, n: int) -> Tensor:
+            return x * self.scale + n
+
+    torch._dynamo.reset()
+    options = {"portable_ops.dump": str(tmp_path / "dynamic")}
+    with torch.no_grad():
+        compiled = torch.compile(Scaled(), backend="portable_ops", dynamic=True, options=options)
+        compiled(torch.rand(8), 40 * 1000 + 961)
+        with torch._inductor.config.patch(freezing=True):
+            options = {"portable_ops.dump": str(tmp_path / "frozen")}
+            torch.compile(Scaled().eval(), backend="portable_ops", options=options)(torch.rand(8), 3)
+    dumps.flush()
+    text = "".join(p.read_text() for p in tmp_path.rglob("*") if p.is_file())
+    assert not re.search("40961|731058", text)
+    assert (tmp_path / "dynamic" / "graph_00" / "wrapper_0.py").exists()
+    assert not list((tmp_path / "frozen").rglob("wrapper*"))
+    run_graph(tmp_path / "dynamic" / "graph_00" / "3_rewritten.py")
+
+
+def test_any_text_of_the_users_is_written(tmp_path: Path) -> None:
+    """Other scripts, a line of a megabyte, broken Unicode."""
+    code = (
+        "def größe(x): ζ = x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6); z = '"
+        + "A" * 1_000_000
+        + "💥'; return ζ"
+    )
+    path, made = str(tmp_path / "файл.py"), {}
+    linecache.cache[path] = (len(code), None, [code], path)
+    exec(compile(code, path, "exec"), {"torch": torch}, made)
+    with torch.no_grad():
+        explain(made["größe"])(torch.rand(2, 3, 4)).save(tmp_path / "out", model="\ud800 größe")
+    assert "def größe(x): ζ = x" in json.dumps(dumps.read(tmp_path / "out")["misses"], ensure_ascii=False)
+    assert sum(p.stat().st_size for p in (tmp_path / "out").rglob("*") if p.is_file()) < 100_000
+    run_graph(tmp_path / "out" / "graph_00" / "3_rewritten.py")
+
+
+def test_graphviz_reads_the_graphs(dumped: Path) -> None:
+    dot = shutil.which("dot")
+    if dot is None:
+        pytest.skip("needs Graphviz (apt-get install graphviz)")
+    for path in (dumped / "graph_00").glob("*.dot"):
+        done = subprocess.run([dot, "-Tplain", str(path)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        rows = len(re.findall(r"^  \S+ \[label", path.read_text(), re.MULTILINE))
+        assert sum(line.startswith("node ") for line in done.stdout.splitlines()) == rows > 100
+
+
 def test_kernels_are_cut_out_of_the_wrapper(tmp_path: Path) -> None:
     code = "poi_0 = async_compile.triton('poi_0', '''\nimport triton\nX = 1\n''', device_str='cuda')\n"
+    code += "cpp_0 = async_compile.cpp_pybinding(['float*'], r'''\nvoid kernel();\n''')\n"
     dumps._write_graph(tmp_path, Recording(code=[code, code]))
     assert [p.name for p in tmp_path.glob("wrapper*")] == ["wrapper_0.py"]
     assert (tmp_path / "kernels" / "poi_0.py").read_text() == "import triton\nX = 1\n"
+    assert (tmp_path / "kernels" / "cpp_0.cpp").read_text() == "void kernel();\n"
 
 
 def test_nothing_is_recorded_unless_it_is_wanted(planted: ModuleType) -> None:
@@ -279,6 +419,7 @@ def test_hugging_face_models_list_every_site(name: str, tmp_path: Path, zoo: Mod
     index = dumps.read(tmp_path)
     assert {kind: index["counts"][kind] for kind in expected} == dict(expected)
     for entry in (*index["sites"], *index["misses"]):
-        assert entry["reason"] and entry["source"] and entry["anchor"]
+        assert entry["reason"] and entry["source"] and entry["anchor"] and entry["lines"]
+        assert len(entry["nodes"]) > 1 or entry["kind"] in ("linear", "topk", "attention")
     located = [s for s in index["sites"] if re.match(r"model\.(layers\.[01]\b|norm)", s["path"])]
     assert len(located) == len(index["sites"])

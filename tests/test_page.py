@@ -41,6 +41,11 @@ def test_what_is_folded_together(path: str, block: str) -> None:
     assert pages.block_of(path) == block
 
 
+def test_a_box_that_nothing_leads_to_has_a_place() -> None:
+    (a, b, c) = pages.layout((60, 60, 60), ((0, 1),), False)
+    assert abs(c[0] - a[0]) >= 60 and abs(c[0] - b[0]) >= 60
+
+
 def test_edges_lead_down_and_boxes_do_not_overlap() -> None:
     widths = (60, 80, 70, 60, 90)
     edges = ((0, 1), (0, 2), (1, 3), (2, 3), (4, 3))

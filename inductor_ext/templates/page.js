@@ -113,8 +113,8 @@
     const sides = make("div", { class: "sides" });
     fold.element.append(sides);
     fold.views = [["before", line.before], ["after", line.after]].map(([name, block]) => {
-      const count = block < 0 ? "nothing here" : `${data.blocks[block].nodes.filter((n) => n[5] !== -2).length} nodes`;
-      const side = make("div", { class: "side" }, make("h3", {}, `${name}: ${count}`));
+      const nodes = block < 0 ? 0 : data.blocks[block].nodes.filter((n) => n[5] !== -2).length;
+      const side = make("div", { class: "side" }, make("h3", {}, `${name}: ${nodes ? `${nodes} node${nodes > 1 ? "s" : ""}` : "nothing here"}`));
       sides.append(side);
       return block < 0 ? null : view(data.blocks[block], side, `${line.title}, ${name}`);
     });
@@ -189,7 +189,7 @@
     const pattern = draw("pattern", { id: "hatch", width: 7, height: 7, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
       draw("defs", {}, svg));
     draw("rect", { width: 7, height: 7, fill: "#fff" }, pattern);
-    draw("rect", { width: 2, height: 7, fill: "#e9a27c" }, pattern);
+    draw("rect", { width: 2, height: 7, fill: "#f3c6ad" }, pattern);
   }
 
   function movable(svg, box) {
@@ -255,6 +255,8 @@
   function show(number, travel) {
     const entry = entries[number], panel = byId("details");
     current = number;
+    panel.hidden = false;
+    document.body.classList.add("reading");
     if (travel) goTo(number);
     document.querySelectorAll("svg .chosen").forEach((node) => node.classList.remove("chosen"));
     const drawn = peers.has(number) ? peers.get(number).first : number;
@@ -293,10 +295,9 @@
     const close = make("button", { class: "close", onclick: hide }, "Close");
     panel.replaceChildren(close, make("h2", {}, `#${number} `, badge(number, 1)), list,
       make("p", {}, make("code", {}, `portable-ops repro DUMP --site ${number}`)));
-    panel.hidden = false;
   }
 
-  const hide = () => { byId("details").hidden = true; };
+  const hide = () => { byId("details").hidden = true; document.body.classList.remove("reading"); };
 
   function goTo(number) {
     const place = peers.get(number);
