@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from .record import Recording, active, recording
 from .report import Report, Site, collecting, finish, short_source, take_payload, versions
 from .rewrite import RewritePass, cache_key, chain, decision_target, joined_uuid
 from .settings import Settings, split_options
+
+log = logging.getLogger(__name__)
 
 _known: dict[str, Report] = {}
 """Reports of graphs that this process compiled: a wrapper that is loaded a second time does not run its top again."""
@@ -137,6 +140,8 @@ def config_patches(options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     as for ``torch.compile``.
     """
     patches, settings = split_options(None, options)
+    if settings.dump is not None:
+        log.warning("an ahead-of-time package writes no dump: call explain(program)(*inputs).save(folder) for one")
     pin_pass = PinPass(settings, chain(_in_hook("pre_grad_custom_pass", patches)))
     return {**patches, **hooks(settings, patches), "pre_grad_custom_pass": pin_pass}
 

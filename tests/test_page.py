@@ -146,6 +146,8 @@ def test_a_click_on_a_match_shows_all_about_it(page: Any) -> None:
         "rewritten",
         "portable_ops::rms_norm",
         "one_pass",
+        "chosen because",
+        "a row of 64 elements fits into the registers of one program",
         "eps",
         "1e-06",
         "hidden_size=64",
@@ -166,6 +168,9 @@ def test_a_near_miss_is_hatched_and_explained(page: Any) -> None:
     node = page.locator("svg .node.miss").first
     assert "url" in node.locator("rect").evaluate("rect => rect.style.fill")
     assert node.is_visible()
+    # Not the anchor alone: from the squares to the root, before and after.
+    chosen = [text.split("\n")[0] for text in page.locator("svg .node.chosen title").all_text_contents()]
+    assert chosen == ["pow_2", "mean_1", "add_4", "rsqrt_1"] * 2
 
 
 def test_search_finds_and_leads_there(page: Any) -> None:
@@ -208,13 +213,50 @@ def test_zoom_and_pan_by_wheel_mouse_and_keys(page: Any) -> None:
     assert frame()[0] > zoomed[0] and frame()[1] > zoomed[1]
 
 
+def test_modules_fold_inside_of_a_large_layer(browser: Any, tmp_path: Path) -> None:
+    from portable_ops.inductor_ext import Report, Site
+    from portable_ops.inductor_ext.record import Mark, Recording, Stage
+
+    rows, marks = [row("x", target="placeholder")], []
+    for layer in range(4):
+        for i in range(90):
+            path = f"layers.{layer}" + ("" if i < 10 else ".attention" if i < 50 else ".mlp")
+            rows.append(row(f"n{layer}_{i}", rows[-1].name, path=path))
+        # One site inside of the MLP, and one that begins in the attention and ends there.
+        for start in (45, 70):
+            nodes = tuple(f"n{layer}_{i}" for i in range(start, start + 9))
+            marks.append(Mark(0, nodes[-1], nodes=nodes))
+    recording = Recording([Stage(name, "", tuple(rows)) for name in ("joint", "rewritten")], marks)
+    sites = tuple(Site("rms_norm", "rms_norm", "declined", "gate=never", "a.py:1: x") for _ in marks)
+    recording.report = Report(sites=sites)
+    path = Report(sites=sites, recordings=(recording,)).save(tmp_path)
+    opened = browser.new_page()
+    opened.goto(path.as_uri())
+    names = opened.locator(".name:visible").all_inner_texts
+    assert names() == ["layers.0 … layers.3"]
+    opened.locator(".fold:visible").click()
+    inner = ["layers.0.attention … layers.3.attention", "layers.0.mlp … layers.3.mlp"]
+    assert names() == ["layers.0 … layers.3", *inner]
+    assert opened.locator("svg").first.locator(".node:not(.outside)").count() == 90
+    opened.reload()
+    opened.keyboard.press("n")
+    assert opened.locator("svg").count() == 2, "the site of two modules is shown in the layer"
+    opened.keyboard.press("n")
+    assert opened.locator("svg").count() == 4, "the site of one module is shown there"
+    assert opened.locator(".inner .line svg").first.locator(".chosen").count() == 9
+    assert "4 times: #1 layers.0.mlp" in opened.locator("#details").inner_text()
+    opened.close()
+
+
 def test_keys_are_enough(page: Any) -> None:
     page.locator(".fold").first.focus()
     page.keyboard.press("Enter")
     assert page.locator("svg").count() == 2
-    page.locator("svg .node.marked").first.focus()
-    page.keyboard.press("Enter")
-    assert page.locator("#details").is_visible()
+    for key in ("Enter", "Space"):
+        page.keyboard.press("Escape")
+        page.locator("svg .node.marked").first.focus()
+        page.keyboard.press(key)
+        assert page.locator("#details").is_visible()
     page.keyboard.press("Escape")
     assert page.locator("#details").is_hidden()
     page.keyboard.press("m")
