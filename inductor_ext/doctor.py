@@ -86,7 +86,9 @@ def _variants(target: Target) -> Iterator[Finding]:
     for name, operator, values in _calls():
         reason = operator.supports(**values, target=target)
         if reason is None and operator.plan is not None:
-            yield Finding("variants", name, "ok", f"{operator.plan(**values, target=target).variant} on {target.arch}")
+            plan = operator.plan(**values, target=target)
+            why = f": {plan.why}" if plan.why else ""
+            yield Finding("variants", name, "ok", f"{plan.variant} on {target.arch}{why}")
         else:
             yield Finding("variants", name, "off", reason or "there is no kernel for it yet")
 

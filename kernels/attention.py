@@ -925,9 +925,9 @@ def _decode_plan(q: torch.Tensor, k: torch.Tensor, out: Buffer, args: dict, cons
         constexprs["NUM_WARPS"],
         constexprs["NUM_STAGES"],
     )
-    few = f"few rows of queries, {hint(programs)} programs where {resident} run at once"
+    work = f"{hint(programs)} programs for {resident} places, each with {blocks} block{'s' * (blocks != 1)} of keys"
     if splits == 1:
-        why = f"{few}: to split the keys, {blocks} blocks of them, would not be quicker"
+        why = f"few rows of queries; {work}: split, they would not finish sooner"
         return Plan("portable.decode", (part,), {"out": out}, why=why)
 
     row = splits * head_dim
@@ -946,7 +946,7 @@ def _decode_plan(q: torch.Tensor, k: torch.Tensor, out: Buffer, args: dict, cons
         "weights": Buffer((batch, heads, len_q, splits, 2), torch.float32),
     }
     launches = (dataclasses.replace(part, args=part.args | parts), merge)
-    why = f"{few}: the keys, {blocks} blocks of them, are split {splits} ways"
+    why = f"few rows of queries; {work}: split {splits} ways, they finish first"
     return Plan("portable.decode_split", launches, {"out": out}, scratch, why)
 
 

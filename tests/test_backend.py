@@ -400,6 +400,11 @@ def test_lists_of_passes(x: Tensor) -> None:
     assert names == [n for hook in HOOKS for n in (hook, hook + "_2")] + ["fusion"]
 
 
+def test_config_patches_say_that_they_write_no_dump(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config_patches({"portable_ops.dump": str(tmp_path / "dump")})
+    assert "writes no dump" in caplog.text and not (tmp_path / "dump").exists()
+
+
 def test_config_patches_chain_the_users_passes() -> None:
     seen: list[tuple[str, bool]] = []
     with config.patch(_passes(seen, "pass")):

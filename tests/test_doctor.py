@@ -18,7 +18,21 @@ def test_everything_is_looked_at_once() -> None:
     variants = {f.name: f for f in findings if f.part == "variants"}
     assert "head_dim 512" in variants["attention, head_dim 512"].words
     if not torch.cuda.is_available():
-        assert variants["rms_norm, long rows"].words == "two_pass on sm_90"
+        whys = {name: variants[name].words for name in ("rms_norm, long rows", "attention, prompt", "linear")}
+        assert whys == {
+            "rms_norm, long rows": "two_pass on sm_90: a row of 65536 elements does not fit into the registers of one "
+            "program",
+            "attention, prompt": "portable.prefill on sm_90: more than 64 rows of queries read the keys of a head, so "
+            "each block of them reads them anew",
+            "linear": "portable.stream on sm_90: one row: the weights are read once and multiplied as they come",
+        }
+        decoding = [variants[name].words for name in ("attention, decoding", "attention, decoding, long cache")]
+        assert decoding == [
+            "portable.decode on sm_90: few rows of queries; 512 programs for 132 places, each with 1 block of keys: "
+            "split, they would not finish sooner",
+            "portable.decode_split on sm_90: few rows of queries; 8 programs for 132 places, each with 64 blocks of "
+            "keys: split 16 ways, they finish first",
+        ]
     assert findings[-1].words.count("rms_norm 1/1 rewritten") == 1
 
 

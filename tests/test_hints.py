@@ -34,6 +34,8 @@ def test_planted_near_misses_are_explained(name: str, planted: ModuleType) -> No
     assert [(m.kind, m.reason) for m in report.misses] == [planted.MISSES[function]]
     assert report.counts[report.misses[0].kind] == 0
     assert hint(report.misses[0].reason)
+    (miss,) = report.misses
+    assert miss.anchor in miss.nodes and len(miss.nodes) > 1, "what is drawn is the subgraph and not its anchor alone"
 
 
 def reasons() -> set[str]:
