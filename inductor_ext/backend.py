@@ -85,7 +85,8 @@ def _compiled(
     if kept is not None:
         kept.keep("pinned", gm.graph)
     with collecting() as collection:
-        compiled = compile_fx(gm, example_inputs, inner_compile, {**patches, **hooks(settings, patches)})
+        patched = {**patches, **hooks(settings, patches)}
+        compiled = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patched)
     parts = collection.reports
     report = with_unpinned(Report.merge(parts), unpinned) if parts else _known.get(key)
     if report is None:
