@@ -93,7 +93,10 @@ HINTS: tuple[tuple[str, str], ...] = (
     ("a training graph", "run under torch.no_grad() or torch.inference_mode()"),
     ("a gradient is needed", "run under torch.no_grad() or torch.inference_mode()"),
     ("an inner value has other users", "read the result, and nothing from inside of it"),
-    ("stock computes the", "nothing: what stock joins there is quicker than a kernel of ours beside it"),
+    (
+        r"stock computes .+ in the same kernel",
+        "nothing: what stock joins there is quicker than a kernel of ours beside it",
+    ),
     ("gate=never", 'set "portable_ops.gate" to "table"'),
     ("max_rewrites=", 'raise "portable_ops.max_rewrites"'),
     (r"\w+ is disabled", 'leave the kind out of "portable_ops.disable"'),

@@ -947,7 +947,7 @@ def _decode_plan(q: torch.Tensor, k: torch.Tensor, out: Buffer, args: dict, cons
     }
     launches = (dataclasses.replace(part, args=part.args | parts), merge)
     why = f"few rows of queries; {work}: split {splits} ways, they finish first"
-    return Plan("portable.decode_split", launches, {"out": out}, scratch, why)
+    return Plan("portable.decode_split", launches, {"out": out}, scratch, why=why)
 
 
 ATTENTION = define_operator(
