@@ -351,10 +351,21 @@ def _merged_family(rules: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _without(size: str, group: list[dict[str, Any]], cells: int) -> list[dict[str, Any]]:
     if len(group) < cells or len({rule["take"] for rule in group}) > 1:
         return group
+    ranges = [rule["when"][size] for rule in group if size in rule["when"]]
+    if not _touch(ranges):
+        return group
     worst = min(group, key=lambda rule: rule["speedup"])
     when = {f: c for f, c in worst["when"].items() if f != size}
-    hull = _hull([rule["when"][size] for rule in group if size in rule["when"]])
+    hull = _hull(ranges)
     return [{**worst, "when": {**when, **({size: hull} if hull else {})}}]
+
+
+def _touch(ranges: Sequence[Any]) -> bool:
+    """Whether no sizes between the ``ranges`` were left unmeasured; sizes that are one number each stand alone."""
+    if len(ranges) > 1 and not all(isinstance(r, dict) for r in ranges):
+        return False
+    ordered = sorted(ranges, key=lambda r: r.get("min", 0))
+    return all(b.get("min", 0) <= a.get("max", math.inf) + 1 for a, b in itertools.pairwise(ordered))
 
 
 def _hull(ranges: Sequence[dict[str, int]]) -> dict[str, int]:

@@ -340,6 +340,17 @@ def test_settings_reach_the_gate() -> None:
     assert Settings.read({"gate": "never"}).gate == "never"
 
 
+def test_cells_are_merged_only_where_nothing_between_them_is_unmeasured() -> None:
+    def rules(*tokens: dict[str, int]) -> list[dict[str, Any]]:
+        row = {"operator": "op", "baseline_us": 2.0, "us": 1.0, "correct": True, "case": "case"}
+        (found,) = sweep.rules_of([{**row, "cell": {"tokens": cell}} for cell in tokens]).values()
+        return [rule["when"].get("tokens") for rule in found]
+
+    assert rules({"max": 10}, {"min": 11}) == [None]
+    assert rules({"min": 5, "max": 10}, {"min": 11, "max": 20}) == [{"min": 5, "max": 20}]
+    assert rules({"max": 10}, {"min": 12}) == [{"max": 10}, {"min": 12}]
+
+
 @pytest.mark.gpu
 def test_measure_takes_a_verdict_and_keeps_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
