@@ -1,20 +1,58 @@
-"""The k largest (or smallest) elements along a dimension, with their indices: ``torch.topk`` as an operator.
+"""The k largest (or smallest) elements along a dimension, as ``torch.topk`` selects them.
 
     values, indices = topk(x, k, dim, largest, sorted)
+    indices = topk_indices(x, k, dim, largest, sorted, start, end)
 
-Where several elements are equal at the edge, which of them is taken is not specified, as in torch.
+``topk_indices`` selects between ``start`` and ``end`` of each row and reads nothing else: it is the top-k of a row that
+holds -inf (inf, if the smallest are selected) elsewhere.  NaN counts as the largest number, -0.0 equals 0.0.  Where
+several elements are equal at the edge, which of them is taken is not specified, as in torch.
+
+Elements become integers of the same order, *keys*.  A threshold is found by bisection: how many keys reach it?  Bits
+of a key cost a comparison for each element in registers and one sum over the program, whatever the distribution.
+
+*row*: a program holds a row in registers and bisects it.
+
+*tournament*, for longer rows, several programs to a row:
+
+1. The row is dealt to G groups, element i to group i modulo G, and the largest of each group is found.
+2. A bound that k of the G largest reach is reached by k elements of the row as well.  Everybody reads the row again and
+   writes down what lies above the bound (about 1.4 k elements where G is 2 k), and k of those that equal it.
+3. One program bisects what was written down.
+
+The bound holds for every distribution; neighbours are in different groups, so that a sorted row or a cluster of
+large elements does not loosen it.  Were more written down than there is room for (at least 2 k), step 3 bisects the
+row itself: slow and right.
 """
 
 from __future__ import annotations
 
-import torch
+import dataclasses
 
-from .launch import IntLike
-from .operator import define_operator
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from .launch import Buffer, IntLike, Launch, Plan, ceil_div, hint, jit, tl
+from .operator import check_target, define_operator
 from .target import Target
 
+MAX_K = 4096
+"""More would not fit into the registers of one program that sorts them."""
+
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+)
 _UNORDERED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 """The types that torch sorts, but selects nothing from."""
+_MAX_OUTER_DIMS = 3
+
+
+# --- meaning ------------------------------------------------------------------------------------------------
 
 
 def topk_reference(
@@ -28,13 +66,732 @@ def topk_reference(
     return values, indices
 
 
+def topk_indices_reference(
+    x: torch.Tensor,
+    k: IntLike,
+    dim: int = -1,
+    largest: bool = True,
+    sorted: bool = True,
+    start: torch.Tensor | None = None,
+    end: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The indices of ``topk_reference``, where ``x`` counts from ``start`` to ``end`` only.
+
+    ``start`` and ``end`` are integers of the shape of ``x`` without ``dim``, or of one that broadcasts to it.
+    """
+    if start is not None or end is not None:
+        position = torch.arange(x.shape[dim], device=x.device)
+        outside = torch.zeros_like(x, dtype=torch.bool).movedim(dim, -1)
+        if start is not None:
+            outside = outside | (position < start.unsqueeze(-1))
+        if end is not None:
+            outside = outside | (position >= end.unsqueeze(-1))
+        x = x.masked_fill(outside.movedim(-1, dim), lowest(x.dtype) if largest else highest(x.dtype))
+    return torch.topk(x, k, dim, largest, sorted)[1]
+
+
+def lowest(dtype: torch.dtype) -> float | int:
+    """The least number of a type: -inf where there is one."""
+    return -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def highest(dtype: torch.dtype) -> float | int:
+    """The greatest number of a type: inf where there is one."""
+    return torch.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+# --- device code --------------------------------------------------------------------------------------------
+# Parameter lists of device code stay in groups.
+# fmt: off
+
+
+@jit
+def _keys(x, valid, LARGEST: tl.constexpr):
+    """int32 in the order of ``x``, in the opposite one unless LARGEST; what is not ``valid`` is the least number."""
+    if x.dtype.is_floating():
+        if x.dtype.primitive_bitwidth == 32:
+            bits = x.to(tl.int32, bitcast=True)
+            key = tl.where(bits < 0, -2147483648 - bits, bits)  # sign and magnitude; both zeros are 0
+        else:
+            bits = x.to(tl.int16, bitcast=True).to(tl.int32)
+            key = tl.where(bits < 0, -32768 - bits, bits)
+        key = tl.where(x != x, 2147483647, key)
+    else:
+        key = x.to(tl.int32)
+    if not LARGEST:
+        key = ~key
+    return tl.where(valid, key, -2147483648)
+
+
+@jit
+def _threshold(keys, k, low, high, SLACK: tl.constexpr):
+    """A number in ``[low, high]`` that at least ``k`` of ``keys`` reach, and fewer than ``k`` exceed, or that at most
+    ``k + SLACK`` reach.  ``k`` of them reach ``low``, and fewer exceed ``high``.
+    """
+    while low < high:
+        middle = (low | high) - ((low ^ high) >> 1)  # rounded up, without an overflow
+        count = tl.sum((keys >= middle).to(tl.int32))
+        reached = count >= k
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, tl.where(count <= k + SLACK, middle, high), middle - 1)
+    return low
+
+
+@jit
+def _ranks(above, equal):
+    """Of a tile [R, W]: for each element how many before it are ``above`` (low 16 bits) and ``equal`` (high 16 bits),
+    and the same for all of it.  Columns come one after the other: a column lies in the registers of one thread.
+    """
+    flags = above.to(tl.int32) + (equal.to(tl.int32) << 16)
+    columns = tl.sum(flags, axis=0)
+    upto = tl.cumsum(columns, axis=0)
+    before = tl.cumsum(flags, axis=0) - flags + (upto - columns)[None, :]
+    return before, tl.sum(columns)
+
+
+@jit
+def _row_offset(row, size_1, size_2, stride_0, stride_1, stride_2):
+    """Where row number ``row`` of up to three outer dimensions starts."""
+    i_2 = row % size_2
+    outer = row // size_2
+    i_1 = outer % size_1
+    i_0 = outer // size_1
+    return i_0.to(tl.int64) * stride_0 + i_1.to(tl.int64) * stride_1 + i_2.to(tl.int64) * stride_2
+
+
+@jit
+def _span(
+    row, start, end, n, size_1, size_2, start_0, start_1, start_2, end_0, end_1, end_2,
+):
+    """The first element of a row that counts, and how many do."""
+    first = 0
+    last = n
+    if start is not None:
+        at = _row_offset(row, size_1, size_2, start_0, start_1, start_2)
+        first = tl.minimum(tl.maximum(tl.load(start + at), 0), n).to(tl.int32)
+    if end is not None:
+        at = _row_offset(row, size_1, size_2, end_0, end_1, end_2)
+        last = tl.minimum(tl.maximum(tl.load(end + at), 0), n).to(tl.int32)
+    return first, tl.maximum(last - first, 0)
+
+
+@jit
+def _steps(position, step, UNIT: tl.constexpr):
+    """Where elements lie that are ``step`` apart (UNIT: side by side)."""
+    if UNIT:
+        return position
+    return position.to(tl.int64) * step
+
+
+@jit
+def _store_some(
+    position, take, index, key, x_row, x_step, indices_row, values_row, out_step, packed_row,
+    SORTED: tl.constexpr, X_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
+):
+    """Put elements at their ``position`` of the result, or among those that are sorted later."""
+    if SORTED:
+        tl.store(packed_row + position, (key.to(tl.int64) << 32) | index.to(tl.int64), mask=take)
+    else:
+        out = _steps(position, out_step, OUT_UNIT)
+        tl.store(indices_row + out, index.to(tl.int64), mask=take)
+        if values_row is not None:
+            tl.store(values_row + out, tl.load(x_row + _steps(index, x_step, X_UNIT), mask=take), mask=take)
+
+
+@jit
+def _store_rest(
+    wanted, first, length, x_row, x_step, indices_row, values_row, out_step, packed_row,
+    K: tl.constexpr, K_CEIL: tl.constexpr, SORTED: tl.constexpr, SPAN: tl.constexpr,
+    X_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
+):
+    """Sort the ``wanted`` elements that lie packed, and fill the result up from outside of the span."""
+    position = tl.arange(0, K_CEIL)
+    if SORTED:
+        tl.debug_barrier()  # other threads packed them
+        least: tl.constexpr = -9223372036854775808
+        packed = tl.load(packed_row + position, mask=position < wanted, other=least)
+        packed = tl.sort(packed, descending=True)
+        index = packed & 0xFFFFFFFF
+        out = _steps(position, out_step, OUT_UNIT)
+        tl.store(indices_row + out, index, mask=position < wanted)
+        if values_row is not None:
+            value = tl.load(x_row + _steps(index, x_step, X_UNIT), mask=position < wanted)
+            tl.store(values_row + out, value, mask=position < wanted)
+    if SPAN:
+        outside = position - wanted
+        index = tl.where(outside < first, outside, outside + length)
+        out = _steps(position, out_step, OUT_UNIT)
+        tl.store(indices_row + out, index.to(tl.int64), mask=(position >= wanted) & (position < K))
+
+
+@jit
+def _row_kernel(
+    x, start, end, indices, values, packed, n, size_1, size_2, x_step, out_step,
+    x_0, x_1, x_2, start_0, start_1, start_2, end_0, end_1, end_2, out_0, out_1, out_2,
+    K: tl.constexpr, K_CEIL: tl.constexpr, LARGEST: tl.constexpr, SORTED: tl.constexpr,
+    X_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, NUM_WARPS: tl.constexpr,
+):
+    """A program holds one row, folded to a tile [BLOCK_ROWS, BLOCK_COLS] whose columns lie in one thread each."""
+    row = tl.program_id(0)
+    first, length = _span(
+        row, start, end, n, size_1, size_2, start_0, start_1, start_2, end_0, end_1, end_2
+    )
+    x_row = x + _row_offset(row, size_1, size_2, x_0, x_1, x_2)
+    out_row = _row_offset(row, size_1, size_2, out_0, out_1, out_2)
+    indices_row = indices + out_row
+    values_row = None if values is None else values + out_row
+    packed_row = None if packed is None else packed + row.to(tl.int64) * K_CEIL
+
+    offset = tl.arange(0, BLOCK_ROWS)[:, None] * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    valid = offset < length
+    index = first + offset
+    keys = _keys(tl.load(x_row + _steps(index, x_step, X_UNIT), mask=valid), valid, LARGEST)
+    wanted = tl.minimum(length, K)
+    threshold = _threshold(keys, wanted, -2147483648, 2147483647, 0)
+
+    above = keys > threshold
+    equal = (keys == threshold) & valid
+    before, total = _ranks(above, equal)
+    position = tl.where(above, before & 0xFFFF, (total & 0xFFFF) + ((before >> 16) & 0xFFFF))
+    _store_some(
+        position, above | (equal & (position < wanted)), index, keys,
+        x_row, x_step, indices_row, values_row, out_step, packed_row, SORTED, X_UNIT, OUT_UNIT,
+    )
+    SPAN: tl.constexpr = start is not None or end is not None
+    _store_rest(
+        wanted, first, length, x_row, x_step, indices_row, values_row, out_step, packed_row,
+        K, K_CEIL, SORTED, SPAN, X_UNIT, OUT_UNIT,
+    )
+
+
+@jit
+def _group_maxima_kernel(
+    x, start, end, maxima, counters, n, size_1, size_2, x_step,
+    x_0, x_1, x_2, start_0, start_1, start_2, end_0, end_1, end_2,
+    LARGEST: tl.constexpr, X_UNIT: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr,
+):
+    """The largest key of each of BLOCK_COLS groups of a row; the first program of a row clears the row's counters."""
+    row = tl.program_id(0) // (GROUPS // BLOCK_COLS)
+    block = tl.program_id(0) % (GROUPS // BLOCK_COLS)
+    first, length = _span(
+        row, start, end, n, size_1, size_2, start_0, start_1, start_2, end_0, end_1, end_2
+    )
+    x_row = x + _row_offset(row, size_1, size_2, x_0, x_1, x_2)
+    if block == 0:
+        tl.store(counters + row * 2 + tl.arange(0, 2), tl.zeros([2], tl.int64))
+    cols = block * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    offset = tl.arange(0, BLOCK_ROWS)[:, None] * GROUPS + cols[None, :]
+    largest = tl.full([BLOCK_ROWS, BLOCK_COLS], -2147483648, tl.int32)
+    for at in tl.range(0, length, BLOCK_ROWS * GROUPS, num_stages=NUM_STAGES):
+        valid = at + offset < length
+        pointers = x_row + _steps(first + at + offset, x_step, X_UNIT)
+        largest = tl.maximum(largest, _keys(tl.load(pointers, mask=valid), valid, LARGEST))
+    tl.store(maxima + row.to(tl.int64) * GROUPS + cols, tl.max(largest, axis=0))
+
+
+@jit
+def _write_down(
+    keys, valid, index, bound, counters_row, above_row, equal_row, K: tl.constexpr, ROOM: tl.constexpr,
+):
+    """Append a tile's keys above ``bound`` with their indices, and the indices of those that equal it."""
+    above = keys > bound
+    equal = (keys == bound) & valid
+    before, total = _ranks(above, equal)
+    counts = (total & 0xFFFF).to(tl.int64) | (((total >> 16) & 0xFFFF).to(tl.int64) << 32)
+    base = tl.atomic_add(counters_row, counts, sem="relaxed")
+    place = (base & 0xFFFFFFFF).to(tl.int32) + (before & 0xFFFF)
+    tl.store(above_row + place, (keys.to(tl.int64) << 32) | index.to(tl.int64), mask=above & (place < ROOM))
+    place = (base >> 32).to(tl.int32) + ((before >> 16) & 0xFFFF)
+    tl.store(equal_row + place, index, mask=equal & (place < K))
+
+
+@jit
+def _filter_kernel(
+    x, start, end, maxima, counters, bounds, above, equal, indices, values, packed,
+    n, size_1, size_2, x_step, out_step,
+    x_0, x_1, x_2, start_0, start_1, start_2, end_0, end_1, end_2, out_0, out_1, out_2,
+    K: tl.constexpr, K_CEIL: tl.constexpr, LARGEST: tl.constexpr, SORTED: tl.constexpr,
+    X_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
+    GROUPS: tl.constexpr, ROOM: tl.constexpr, SLACK: tl.constexpr, FUSED: tl.constexpr, ONE_TILE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FINISH_COLS: tl.constexpr,
+    NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr,
+):
+    """Write down what can be among the k largest of BLOCK_COLS groups; FUSED: the last program of a row selects."""
+    blocks: tl.constexpr = GROUPS // BLOCK_COLS
+    row = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    first, length = _span(
+        row, start, end, n, size_1, size_2, start_0, start_1, start_2, end_0, end_1, end_2
+    )
+    x_row = x + _row_offset(row, size_1, size_2, x_0, x_1, x_2)
+    wide_row = row.to(tl.int64)
+    above_row, equal_row = above + wide_row * ROOM, equal + wide_row * K_CEIL
+    wanted = tl.minimum(length, K)
+
+    cols = block * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    offset = tl.arange(0, BLOCK_ROWS)[:, None] * GROUPS + cols[None, :]
+    if ONE_TILE:  # on its way while the bound is looked for
+        valid = offset < length
+        tile = tl.load(x_row + _steps(first + offset, x_step, X_UNIT), mask=valid)
+    largest = tl.load(maxima + wide_row * GROUPS + tl.arange(0, GROUPS))
+    bound = _threshold(largest, wanted, -2147483648, 2147483647, SLACK)
+    if block == 0:
+        tl.store(bounds + row, bound)
+    if ONE_TILE:
+        keys = _keys(tile, valid, LARGEST)
+        _write_down(keys, valid, first + offset, bound, counters + row * 2, above_row, equal_row, K, ROOM)
+    else:
+        for at in tl.range(0, length, BLOCK_ROWS * GROUPS, num_stages=NUM_STAGES):
+            valid = at + offset < length
+            index = first + at + offset
+            keys = _keys(tl.load(x_row + _steps(index, x_step, X_UNIT), mask=valid), valid, LARGEST)
+            _write_down(keys, valid, index, bound, counters + row * 2, above_row, equal_row, K, ROOM)
+    if FUSED:
+        tl.debug_barrier()  # all threads have written
+        arrived = tl.atomic_add(counters + row * 2 + 1, 1, sem="acq_rel")
+        if arrived == blocks - 1:
+            _finish(
+                row, x_row, first, length, wanted, counters, bounds, above_row, equal_row, indices, values, packed,
+                size_1, size_2, x_step, out_step, out_0, out_1, out_2, start is not None or end is not None,
+                K, K_CEIL, LARGEST, SORTED, X_UNIT, OUT_UNIT, ROOM, FINISH_COLS,
+            )
+
+
+@jit
+def _finish_kernel(
+    x, start, end, counters, bounds, above, equal, indices, values, packed, n, size_1, size_2, x_step, out_step,
+    x_0, x_1, x_2, start_0, start_1, start_2, end_0, end_1, end_2, out_0, out_1, out_2,
+    K: tl.constexpr, K_CEIL: tl.constexpr, LARGEST: tl.constexpr, SORTED: tl.constexpr,
+    X_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, ROOM: tl.constexpr, FINISH_COLS: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+):
+    """Select among what was written down of a row."""
+    row = tl.program_id(0)
+    first, length = _span(
+        row, start, end, n, size_1, size_2, start_0, start_1, start_2, end_0, end_1, end_2
+    )
+    x_row = x + _row_offset(row, size_1, size_2, x_0, x_1, x_2)
+    above_row, equal_row = above + row.to(tl.int64) * ROOM, equal + row.to(tl.int64) * K_CEIL
+    wanted = tl.minimum(length, K)
+    _finish(
+        row, x_row, first, length, wanted, counters, bounds, above_row, equal_row, indices, values, packed,
+        size_1, size_2, x_step, out_step, out_0, out_1, out_2, start is not None or end is not None,
+        K, K_CEIL, LARGEST, SORTED, X_UNIT, OUT_UNIT, ROOM, FINISH_COLS,
+    )
+
+
+@jit
+def _count_above(
+    x_row, slots, first, length, x_step, bound, LARGEST: tl.constexpr, X_UNIT: tl.constexpr, ROOM: tl.constexpr,
+):
+    """How many keys of a row exceed ``bound``, a tile of ROOM elements at a time."""
+    count = tl.full([], 0, tl.int32)
+    for at in range(0, length, ROOM):
+        valid = at + slots < length
+        x = tl.load(x_row + _steps(first + at + slots, x_step, X_UNIT), mask=valid)
+        count += tl.sum((_keys(x, valid, LARGEST) > bound).to(tl.int32))
+    return count
+
+
+@jit
+def _finish(
+    row, x_row, first, length, wanted, counters, bounds, above_row, equal_row, indices, values, packed,
+    size_1, size_2, x_step, out_step, out_0, out_1, out_2, SPAN: tl.constexpr,
+    K: tl.constexpr, K_CEIL: tl.constexpr, LARGEST: tl.constexpr, SORTED: tl.constexpr,
+    X_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, ROOM: tl.constexpr, FINISH_COLS: tl.constexpr,
+):
+    out_row = _row_offset(row, size_1, size_2, out_0, out_1, out_2)
+    indices_row = indices + out_row
+    values_row = None if values is None else values + out_row
+    packed_row = None if packed is None else packed + row.to(tl.int64) * K_CEIL
+    bound = tl.load(bounds + row)
+    written = (tl.load(counters + row * 2) & 0xFFFFFFFF).to(tl.int32)
+    slots = tl.arange(0, ROOM // FINISH_COLS)[:, None] * FINISH_COLS + tl.arange(0, FINISH_COLS)[None, :]
+    if written <= ROOM:
+        valid = slots < written
+        candidates = tl.load(above_row + slots, mask=valid, other=-9223372036854775808)
+        keys = (candidates >> 32).to(tl.int32)
+        threshold = bound
+        if written >= wanted:
+            threshold = _threshold(keys, wanted, bound, tl.max(keys), 0)
+        above = keys > threshold
+        equal = (keys == threshold) & valid
+        before, total = _ranks(above, equal)
+        position = tl.where(above, before & 0xFFFF, (total & 0xFFFF) + ((before >> 16) & 0xFFFF))
+        _store_some(
+            position, above | (equal & (position < wanted)), candidates.to(tl.int32), keys,
+            x_row, x_step, indices_row, values_row, out_step, packed_row, SORTED, X_UNIT, OUT_UNIT,
+        )
+        if written < wanted:
+            position = written + tl.arange(0, K_CEIL)
+            take = position < wanted
+            index = tl.load(equal_row + tl.arange(0, K_CEIL), mask=take)
+            _store_some(
+                position, take, index, tl.zeros([K_CEIL], tl.int32) + bound,
+                x_row, x_step, indices_row, values_row, out_step, packed_row, SORTED, X_UNIT, OUT_UNIT,
+            )
+    else:
+        low = bound
+        high = tl.full([], 2147483647, tl.int32)
+        while low < high:
+            middle = (low | high) - ((low ^ high) >> 1)
+            count = _count_above(x_row, slots, first, length, x_step, middle - 1, LARGEST, X_UNIT, ROOM)
+            reached = count >= wanted
+            low = tl.where(reached, middle, low)
+            high = tl.where(reached, tl.where(count == wanted, middle, high), middle - 1)
+        place = tl.full([], 0, tl.int32)
+        place_equal = _count_above(x_row, slots, first, length, x_step, low, LARGEST, X_UNIT, ROOM)
+        for at in range(0, length, ROOM):
+            valid = at + slots < length
+            index = first + at + slots
+            keys = _keys(tl.load(x_row + _steps(index, x_step, X_UNIT), mask=valid), valid, LARGEST)
+            above = keys > low
+            equal = (keys == low) & valid
+            before, total = _ranks(above, equal)
+            position = tl.where(above, place + (before & 0xFFFF), place_equal + ((before >> 16) & 0xFFFF))
+            _store_some(
+                position, above | (equal & (position < wanted)), index, keys,
+                x_row, x_step, indices_row, values_row, out_step, packed_row, SORTED, X_UNIT, OUT_UNIT,
+            )
+            place += total & 0xFFFF
+            place_equal += (total >> 16) & 0xFFFF
+    _store_rest(
+        wanted, first, length, x_row, x_step, indices_row, values_row, out_step, packed_row,
+        K, K_CEIL, SORTED, SPAN, X_UNIT, OUT_UNIT,
+    )
+
+
+# fmt: on
+
+
+# --- configuration ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class TopkConfig:
+    """How a row is divided.
+
+    ``row``: one program holds it, in ``num_warps`` warps; all else is about the tournament.  ``groups``: that the row
+    is dealt to, ``block_cols`` of them to a program, which reads ``block_rows`` elements of each at a time.
+    ``slack``: by how much, in 1/16 of k, more than k largest of groups may reach the bound.  ``room``: for what is
+    written down of a row.  ``fused``: the last program of a row finishes it, instead of another launch, whose warps
+    are ``finish_warps``.
+    """
+
+    row: bool
+    num_warps: int
+    groups: int = 0
+    block_cols: int = 0
+    block_rows: int = 0
+    num_stages: int = 1
+    slack: int = 2
+    room: int = 0
+    fused: bool = False
+    finish_warps: int = 16
+
+
+def _ceil_power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def choose_config(n: int, k: int, rows: int, target: Target) -> TopkConfig:
+    """The configuration for ``rows`` rows (a hint) of ``n`` elements (a hint as well, if the row is longer)."""
+    block = _ceil_power_of_two(n)
+    if block <= 8192 or (block <= MAX_ROW and rows > 2 * target.num_processors):
+        return row_config(block, target)
+    groups = max(1024, _ceil_power_of_two(2 * k))
+    tall = ceil_div(n, groups)
+    # Programs of about as many elements as there are processors for, but not less than one access of a warp.
+    share = n * rows // (2 * target.num_processors)
+    block_cols = max(32, min(512, groups, _ceil_power_of_two(share // tall + 1)))
+    block_rows = min(_ceil_power_of_two(tall), max(1, 8192 // block_cols))
+    threads = max(128, min(512, block_cols * block_rows // 16))
+    return TopkConfig(
+        row=False,
+        num_warps=threads // target.warp_size,
+        groups=groups,
+        block_cols=block_cols,
+        block_rows=block_rows,
+        room=max(1024, _ceil_power_of_two(2 * k)),
+        finish_warps=512 // target.warp_size,
+    )
+
+
+MAX_ROW = 32768
+"""Elements that the registers of one program hold."""
+
+
+def row_config(block: int, target: Target) -> TopkConfig:
+    """The configuration of one program for a row of up to ``block`` elements, a power of two."""
+    threads = max(target.warp_size, min(512, block // 32))
+    return TopkConfig(row=True, num_warps=threads // target.warp_size)
+
+
+# --- supports -----------------------------------------------------------------------------------------------
+
+
 def topk_supports(
     x: torch.Tensor, k: IntLike, dim: int = -1, largest: bool = True, sorted: bool = True, *, target: Target
 ) -> str | None:
-    """None, or why ``topk_reference`` of these arguments is not what the operator means."""
+    """None, or in one line which argument stands in the way and what would be needed."""
+    if x.dtype in _UNORDERED:
+        return f"x is {x.dtype}, of which torch.topk takes none"
+    return check_target(target) or _selection_reason(x, k, dim)
+
+
+def topk_indices_supports(
+    x: torch.Tensor,
+    k: IntLike,
+    dim: int = -1,
+    largest: bool = True,
+    sorted: bool = True,
+    start: torch.Tensor | None = None,
+    end: torch.Tensor | None = None,
+    *,
+    target: Target,
+) -> str | None:
+    """None, or in one line which argument stands in the way and what would be needed."""
+    reason = topk_supports(x, k, dim, largest, sorted, target=target)
+    if reason is not None:
+        return reason
+    outer = _without(x.shape, dim)
+    for name, bound in (("start", start), ("end", end)):
+        if bound is not None and bound.dtype not in (torch.int32, torch.int64):
+            return f"{name} is {bound.dtype}, needs int32 or int64"
+        if bound is not None and bound.device != x.device:
+            return f"{name} is on {bound.device}, needs x's device {x.device}"
+        if bound is not None and _strides_over(bound, outer) is None:
+            return f"{name} has shape {tuple(bound.shape)}, needs one that broadcasts to {tuple(outer)}"
+    return None
+
+
+def _selection_reason(x: torch.Tensor, k: IntLike, dim: int) -> str | None:
     if x.dim() == 0:
         return "x has no dimension"
-    return f"x is {x.dtype}, of which torch.topk takes none" if x.dtype in _UNORDERED else None
+    if x.dtype not in _DTYPES:
+        return f"x is {x.dtype}, needs a type of at most 32 bits"
+    if x.layout != torch.strided:
+        return f"x is {x.layout}, needs a dense tensor"
+    if not isinstance(k, int):
+        return "k is dynamic, needs a constant"
+    if not 1 <= k <= MAX_K:
+        return f"k is {k}, needs one from 1 to {MAX_K}"
+    n = x.shape[dim]
+    if isinstance(n, int) and n >= 2**31:
+        return f"a row has {n} elements, needs fewer than 2^31"
+    if len(_outer_dims(x, dim, k)[0]) > _MAX_OUTER_DIMS:
+        return f"the rows of x lie in more than {_MAX_OUTER_DIMS} dimensions that cannot be merged"
+    return None
+
+
+# --- plan ---------------------------------------------------------------------------------------------------
+
+
+def _without(sizes: tuple[IntLike, ...], dim: int) -> tuple[IntLike, ...]:
+    dim %= len(sizes)
+    return (*sizes[:dim], *sizes[dim + 1 :])
+
+
+def _strides_over(bound: torch.Tensor, outer: tuple[IntLike, ...]) -> tuple[IntLike, ...] | None:
+    """The strides of ``bound`` when it is expanded to ``outer``, or None where it cannot be, without a guard."""
+    if bound.dim() > len(outer):
+        return None
+    strides: list[IntLike] = [0] * (len(outer) - bound.dim())
+    for own, size, stride in zip(bound.shape, outer[len(strides) :], bound.stride(), strict=True):
+        if statically_known_true(own == 1):
+            strides.append(0)
+        elif statically_known_true(own == size):
+            strides.append(stride)
+        else:
+            return None
+    return tuple(strides)
+
+
+def _outer_dims(
+    x: torch.Tensor, dim: int, k: IntLike, *more: tuple[IntLike, ...]
+) -> tuple[tuple[IntLike, ...], list[tuple[IntLike, ...]]]:
+    """Sizes of the fewest dimensions that reach every row, and the strides along them: of x, of a contiguous result,
+    and of each of ``more``.  Neighbours are merged where that is known to be right for all, without a guard.
+    """
+    dim %= x.dim()
+    out: list[IntLike] = []
+    step: IntLike = 1
+    for i in reversed(range(x.dim())):
+        if i != dim:
+            out.insert(0, step)
+        step = step * (k if i == dim else x.shape[i])
+    strides = [_without(x.stride(), dim), tuple(out), *more]
+    dims: list[tuple[IntLike, list[IntLike]]] = []
+    for size, *steps in zip(_without(x.shape, dim), *strides, strict=True):
+        if statically_known_true(size == 1):
+            continue
+        if dims and all(statically_known_true(a == size * b) for a, b in zip(dims[-1][1], steps, strict=True)):
+            dims[-1] = (dims[-1][0] * size, steps)
+        else:
+            dims.append((size, steps))
+    dims = dims or [(1, [0] * len(strides))]
+    return tuple(size for size, _ in dims), [tuple(steps) for steps in zip(*(steps for _, steps in dims), strict=True)]
+
+
+def topk_plan(
+    x: torch.Tensor,
+    k: int,
+    dim: int = -1,
+    largest: bool = True,
+    sorted: bool = True,
+    *,
+    target: Target,
+    config: TopkConfig | None = None,
+) -> Plan:
+    """The launches for one call that ``topk_supports`` accepts; ``config`` overrides the choice, for sweeps."""
+    return _plan(x, k, dim, largest, sorted, None, None, ("values", "indices"), target, config)
+
+
+def topk_indices_plan(
+    x: torch.Tensor,
+    k: int,
+    dim: int = -1,
+    largest: bool = True,
+    sorted: bool = True,
+    start: torch.Tensor | None = None,
+    end: torch.Tensor | None = None,
+    *,
+    target: Target,
+    config: TopkConfig | None = None,
+) -> Plan:
+    """The launches for one call that ``topk_indices_supports`` accepts; ``config`` overrides the choice, for sweeps."""
+    return _plan(x, k, dim, largest, sorted, start, end, ("indices",), target, config)
+
+
+def _plan(
+    x: torch.Tensor,
+    k: int,
+    dim: int,
+    largest: bool,
+    sorted: bool,
+    start: torch.Tensor | None,
+    end: torch.Tensor | None,
+    results: tuple[str, ...],
+    target: Target,
+    config: TopkConfig | None,
+) -> Plan:
+    dim %= x.dim()
+    n = x.shape[dim]
+    outer = _without(x.shape, dim)
+    spans = [(0,) * len(outer) if s is None else _strides_over(s, outer) for s in (start, end)]
+    sizes, strides = _outer_dims(x, dim, k, *spans)
+    rows: IntLike = 1
+    for size in sizes:
+        rows = rows * size
+    if config is None:
+        config = choose_config(hint(n), k, hint(rows), target)
+        if not isinstance(n, int) and config.row:
+            config = choose_config(MAX_ROW + 1, k, 1, target)
+
+    missing = _MAX_OUTER_DIMS - len(sizes)
+    sizes = (1,) * missing + sizes
+    x_strides, out_strides, start_strides, end_strides = ((0,) * missing + s for s in strides)
+    out_shape = (*x.shape[:dim], k, *x.shape[dim + 1 :])
+    out_step: IntLike = 1
+    for size in x.shape[dim + 1 :]:
+        out_step = out_step * size
+    k_ceil = max(2, _ceil_power_of_two(k))
+    reads = {
+        "x": "x",
+        "start": None if start is None else "start",
+        "end": None if end is None else "end",
+        "n": n,
+        "size_1": sizes[1],
+        "size_2": sizes[2],
+        "x_step": x.stride(dim),
+        **{f"x_{i}": stride for i, stride in enumerate(x_strides)},
+        **{f"start_{i}": stride for i, stride in enumerate(start_strides)},
+        **{f"end_{i}": stride for i, stride in enumerate(end_strides)},
+    }
+    writes = {
+        "indices": "indices",
+        "values": "values" if "values" in results else None,
+        "packed": "packed" if sorted else None,
+        "out_step": out_step,
+        **{f"out_{i}": stride for i, stride in enumerate(out_strides)},
+    }
+    about_x = {"LARGEST": largest, "X_UNIT": statically_known_true(x.stride(dim) == 1)}
+    about_out = {
+        "K": k,
+        "K_CEIL": k_ceil,
+        "SORTED": sorted,
+        "OUT_UNIT": statically_known_true(out_step == 1),
+    }
+    dtypes = {"values": x.dtype, "indices": torch.int64}
+    outputs = {name: Buffer(out_shape, dtypes[name]) for name in results}
+    scratch = {"packed": Buffer((rows, k_ceil), torch.int64)} if sorted else {}
+    if config.row:
+        threads = config.num_warps * target.warp_size
+        block = _ceil_power_of_two(n)
+        block_cols = min(block, threads * max(1, 16 // x.element_size()))
+        tile = {"BLOCK_ROWS": block // block_cols, "BLOCK_COLS": block_cols, "NUM_WARPS": config.num_warps}
+        launch = Launch(
+            _row_kernel, (rows,), {**reads, **writes}, {**about_x, **about_out, **tile}, config.num_warps, 1
+        )
+        return Plan("portable.row", (launch,), outputs, scratch)
+
+    blocks = config.groups // config.block_cols
+    kept = {name: name for name in ("counters", "bounds", "above", "equal")}
+    one_tile = isinstance(n, int) and n <= config.groups * config.block_rows
+    tile = {
+        "GROUPS": config.groups,
+        "BLOCK_ROWS": config.block_rows,
+        "BLOCK_COLS": config.block_cols,
+        "NUM_WARPS": config.num_warps,
+        "NUM_STAGES": config.num_stages,
+    }
+    finish = {
+        "ROOM": config.room,
+        "FINISH_COLS": min(config.room, (config.num_warps if config.fused else config.finish_warps) * target.warp_size),
+    }
+    scratch |= {
+        "maxima": Buffer((rows, config.groups), torch.int32),
+        "counters": Buffer((rows, 2), torch.int64),
+        "bounds": Buffer((rows,), torch.int32),
+        "above": Buffer((rows, config.room), torch.int64),
+        "equal": Buffer((rows, k_ceil), torch.int32),
+    }
+    grid = (rows * blocks,)
+    launches = [
+        Launch(
+            _group_maxima_kernel,
+            grid,
+            {**reads, "maxima": "maxima", "counters": "counters"},
+            {**about_x, **tile},
+            config.num_warps,
+            config.num_stages,
+        ),
+        Launch(
+            _filter_kernel,
+            grid,
+            {**reads, **writes, **kept, "maxima": "maxima"},
+            {
+                **about_x,
+                **about_out,
+                **tile,
+                **finish,
+                "SLACK": k * config.slack // 16,
+                "FUSED": config.fused,
+                "ONE_TILE": one_tile,
+            },
+            config.num_warps,
+            config.num_stages,
+        ),
+    ]
+    if not config.fused:
+        constexprs = {**about_x, **about_out, **finish, "NUM_WARPS": config.finish_warps}
+        launches.append(
+            Launch(_finish_kernel, (rows,), {**reads, **writes, **kept}, constexprs, config.finish_warps, 1)
+        )
+    return Plan("portable.tournament", tuple(launches), outputs, scratch)
 
 
 TOPK = define_operator(
@@ -42,4 +799,12 @@ TOPK = define_operator(
     "-> (Tensor values, Tensor indices)",
     reference=topk_reference,
     supports=topk_supports,
+    plan=topk_plan,
+)
+TOPK_INDICES = define_operator(
+    "portable_ops::topk_indices(Tensor x, SymInt k, int dim=-1, bool largest=True, bool sorted=True, "
+    "Tensor? start=None, Tensor? end=None) -> Tensor",
+    reference=topk_indices_reference,
+    supports=topk_indices_supports,
+    plan=topk_indices_plan,
 )
