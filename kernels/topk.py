@@ -124,29 +124,49 @@ def _keys(x, valid, LARGEST: tl.constexpr):
 
 
 @jit
-def _threshold(keys, k, low, high, SLACK: tl.constexpr):
-    """A number in ``[low, high]`` that at least ``k`` of ``keys`` reach, and fewer than ``k`` exceed, or that at most
-    ``k + SLACK`` reach.  ``k`` of them reach ``low``, and fewer exceed ``high``.
+def _threshold(keys, k, low, high, over, SLACK: tl.constexpr):
+    """A number that at most ``k + SLACK`` keys exceed, and that at least ``k`` reach; and how many exceed it.
+
+    It lies in ``[low, high]``: ``k`` keys reach ``low``, and ``over``, fewer than ``k``, exceed ``high``.
     """
+    zero = tl.full([], 0, tl.int32)  # a loop carries no constants
+    low, high, over = low + zero, high + zero, over + zero
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)  # rounded up, without an overflow
         count = tl.sum((keys >= middle).to(tl.int32))
-        reached = count >= k
-        low = tl.where(reached, middle, low)
-        high = tl.where(reached, tl.where(count <= k + SLACK, middle, high), middle - 1)
-    return low
+        low, high, over = _narrowed(low, high, over, middle, count, k, SLACK)
+    return low, over
+
+
+@jit
+def _narrowed(low, high, over, middle, count, k, SLACK: tl.constexpr):
+    """The range that is left when ``count`` keys reach ``middle``; empty where that is close to ``k``."""
+    many = count > k + SLACK
+    left = tl.where(many, middle, tl.where(count >= k, middle - 1, low))
+    return left, tl.where(many, high, middle - 1), tl.where(many, over, count)
 
 
 @jit
 def _ranks(above, equal):
-    """Of a tile [R, W]: for each element how many before it are ``above`` (low 16 bits) and ``equal`` (high 16 bits),
-    and the same for all of it.  Columns come one after the other: a column lies in the registers of one thread.
+    """Of a tile of ``_tile``: for each element how many before it are ``above`` (low 16 bits) and ``equal`` (high 16
+    bits), and the same for all of it.  Columns come one after the other.
     """
     flags = above.to(tl.int32) + (equal.to(tl.int32) << 16)
-    columns = tl.sum(flags, axis=0)
+    columns = tl.sum(flags, axis=1)
     upto = tl.cumsum(columns, axis=0)
-    before = tl.cumsum(flags, axis=0) - flags + (upto - columns)[None, :]
+    before = tl.cumsum(flags, axis=1) - flags + (upto - columns)[:, None]
     return before, tl.sum(columns)
+
+
+@jit
+def _tile(ROWS: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr, start):
+    """Numbers [COLS, ROWS] that grow by one along a column's neighbours and by STEP along a column.
+
+    The compiler is told nothing of neighbours.  It would load several at once, and as their scattered stores go one by
+    one, move every element through shared memory in between.  As it is, a column lies in the registers of one thread.
+    """
+    rows = tl.arange(0, ROWS)[None, :] * STEP
+    return tl.max_contiguous(rows + (start + tl.arange(0, COLS))[:, None], [1, 1])
 
 
 @jit
@@ -178,9 +198,7 @@ def _span(
 @jit
 def _steps(position, step, UNIT: tl.constexpr):
     """Where elements lie that are ``step`` apart (UNIT: side by side)."""
-    if UNIT:
-        return position
-    return position.to(tl.int64) * step
+    return position if UNIT else position.to(tl.int64) * step
 
 
 @jit
@@ -196,6 +214,44 @@ def _store_some(
         tl.store(indices_row + out, index.to(tl.int64), mask=take)
         if values_row is not None:
             tl.store(values_row + out, tl.load(x_row + _steps(index, x_step, X_UNIT), mask=take), mask=take)
+
+
+@jit
+def _store_selected(
+    keys, valid, index, threshold, place, place_equal, wanted,
+    x_row, x_step, indices_row, values_row, out_step, packed_row,
+    SORTED: tl.constexpr, X_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
+):
+    """Put what exceeds the threshold from ``place`` on, and what equals it from ``place_equal`` on; the next places."""
+    above = keys > threshold
+    equal = (keys == threshold) & valid
+    before, total = _ranks(above, equal)
+    position = tl.where(above, place + (before & 0xFFFF), place_equal + ((before >> 16) & 0xFFFF))
+    _store_some(
+        position, above | (equal & (position < wanted)), index, keys,
+        x_row, x_step, indices_row, values_row, out_step, packed_row, SORTED, X_UNIT, OUT_UNIT,
+    )
+    return place + (total & 0xFFFF), place_equal + ((total >> 16) & 0xFFFF)
+
+
+@jit
+def _store_row(
+    first, length, threshold, over, wanted, n, ROWS: tl.constexpr, COLS: tl.constexpr,
+    x_row, x_step, indices_row, values_row, out_step, packed_row,
+    LARGEST: tl.constexpr, SORTED: tl.constexpr, X_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
+):
+    """Read a row of up to ``n`` elements, and put the ``wanted`` largest into the result."""
+    place = tl.full([], 0, tl.int32)
+    place_equal = over
+    for at in range(0, n, ROWS * COLS):
+        offset = at + _tile(ROWS, COLS, COLS, 0)
+        valid = offset < length
+        index = first + offset
+        keys = _keys(tl.load(x_row + _steps(index, x_step, X_UNIT), mask=valid), valid, LARGEST)
+        place, place_equal = _store_selected(
+            keys, valid, index, threshold, place, place_equal, wanted,
+            x_row, x_step, indices_row, values_row, out_step, packed_row, SORTED, X_UNIT, OUT_UNIT,
+        )
 
 
 @jit
@@ -230,9 +286,10 @@ def _row_kernel(
     x_0, x_1, x_2, start_0, start_1, start_2, end_0, end_1, end_2, out_0, out_1, out_2,
     K: tl.constexpr, K_CEIL: tl.constexpr, LARGEST: tl.constexpr, SORTED: tl.constexpr,
     X_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, NUM_WARPS: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, STORE_ROWS: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
 ):
-    """A program holds one row, folded to a tile [BLOCK_ROWS, BLOCK_COLS] whose columns lie in one thread each."""
+    """A program holds one row, folded to BLOCK_COLS columns of BLOCK_ROWS elements."""
     row = tl.program_id(0)
     first, length = _span(
         row, start, end, n, size_1, size_2, start_0, start_1, start_2, end_0, end_1, end_2
@@ -243,21 +300,25 @@ def _row_kernel(
     values_row = None if values is None else values + out_row
     packed_row = None if packed is None else packed + row.to(tl.int64) * K_CEIL
 
-    offset = tl.arange(0, BLOCK_ROWS)[:, None] * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
-    valid = offset < length
-    index = first + offset
-    keys = _keys(tl.load(x_row + _steps(index, x_step, X_UNIT), mask=valid), valid, LARGEST)
-    wanted = tl.minimum(length, K)
-    threshold = _threshold(keys, wanted, -2147483648, 2147483647, 0)
+    if EVEN:  # all comparisons with it fold away
+        length = tl.full([], BLOCK_ROWS * BLOCK_COLS, tl.int32)
 
-    above = keys > threshold
-    equal = (keys == threshold) & valid
-    before, total = _ranks(above, equal)
-    position = tl.where(above, before & 0xFFFF, (total & 0xFFFF) + ((before >> 16) & 0xFFFF))
-    _store_some(
-        position, above | (equal & (position < wanted)), index, keys,
-        x_row, x_step, indices_row, values_row, out_step, packed_row, SORTED, X_UNIT, OUT_UNIT,
-    )
+    offset = _tile(BLOCK_ROWS, BLOCK_COLS, BLOCK_COLS, 0)
+    valid = offset < length
+    keys = _keys(tl.load(x_row + _steps(first + offset, x_step, X_UNIT), mask=valid), valid, LARGEST)
+    wanted = tl.minimum(length, K)
+    threshold, over = _threshold(keys, wanted, -2147483648, 2147483647, 0, 0)
+    if STORE_ROWS == BLOCK_ROWS:
+        _store_selected(
+            keys, valid, first + offset, threshold, 0, over, wanted,
+            x_row, x_step, indices_row, values_row, out_step, packed_row, SORTED, X_UNIT, OUT_UNIT,
+        )
+    else:
+        # Read again, from a cache, so that the registers of a few rows are enough.
+        _store_row(
+            first, length, threshold, over, wanted, BLOCK_ROWS * BLOCK_COLS, STORE_ROWS, BLOCK_COLS,
+            x_row, x_step, indices_row, values_row, out_step, packed_row, LARGEST, SORTED, X_UNIT, OUT_UNIT,
+        )
     SPAN: tl.constexpr = start is not None or end is not None
     _store_rest(
         wanted, first, length, x_row, x_step, indices_row, values_row, out_step, packed_row,
@@ -331,13 +392,12 @@ def _filter_kernel(
     above_row, equal_row = above + wide_row * ROOM, equal + wide_row * K_CEIL
     wanted = tl.minimum(length, K)
 
-    cols = block * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    offset = tl.arange(0, BLOCK_ROWS)[:, None] * GROUPS + cols[None, :]
+    offset = _tile(BLOCK_ROWS, BLOCK_COLS, GROUPS, block * BLOCK_COLS)
     if ONE_TILE:  # on its way while the bound is looked for
         valid = offset < length
         tile = tl.load(x_row + _steps(first + offset, x_step, X_UNIT), mask=valid)
     largest = tl.load(maxima + wide_row * GROUPS + tl.arange(0, GROUPS))
-    bound = _threshold(largest, wanted, -2147483648, 2147483647, SLACK)
+    bound, _ = _threshold(largest, wanted, -2147483648, 2147483647, 0, SLACK)
     if block == 0:
         tl.store(bounds + row, bound)
     if ONE_TILE:
@@ -384,16 +444,59 @@ def _finish_kernel(
 
 
 @jit
-def _count_above(
-    x_row, slots, first, length, x_step, bound, LARGEST: tl.constexpr, X_UNIT: tl.constexpr, ROOM: tl.constexpr,
+def _count_reaching(
+    middle, x_row, slots, first, length, x_step, LARGEST: tl.constexpr, X_UNIT: tl.constexpr, ROOM: tl.constexpr,
 ):
-    """How many keys of a row exceed ``bound``, a tile of ROOM elements at a time."""
+    """How many keys of a row are at least ``middle``, ROOM elements at a time."""
     count = tl.full([], 0, tl.int32)
     for at in range(0, length, ROOM):
         valid = at + slots < length
         x = tl.load(x_row + _steps(first + at + slots, x_step, X_UNIT), mask=valid)
-        count += tl.sum((_keys(x, valid, LARGEST) > bound).to(tl.int32))
+        count += tl.sum((_keys(x, valid, LARGEST) >= middle).to(tl.int32))
     return count
+
+
+@jit
+def _select_written(
+    slots, written, wanted, bound, above_row, equal_row, x_row, x_step, indices_row, values_row, out_step, packed_row,
+    K_CEIL: tl.constexpr, SORTED: tl.constexpr, X_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
+):
+    """Of what lies above the bound take the largest; if that is not enough, all of it and some that equal the bound."""
+    valid = slots < written
+    candidates = tl.load(above_row + slots, mask=valid, other=-9223372036854775808)
+    keys = (candidates >> 32).to(tl.int32)
+    enough = written >= wanted
+    high = tl.where(enough, tl.max(keys), bound)
+    threshold, over = _threshold(keys, wanted, bound, high, tl.where(enough, 0, written), 0)
+    _store_selected(
+        keys, valid, candidates.to(tl.int32), threshold, 0, over, wanted,
+        x_row, x_step, indices_row, values_row, out_step, packed_row, SORTED, X_UNIT, OUT_UNIT,
+    )
+    more = tl.arange(0, K_CEIL)
+    take = written + more < wanted
+    index = tl.load(equal_row + more, mask=take)
+    _store_some(
+        written + more, take, index, tl.zeros([K_CEIL], tl.int32) + bound,
+        x_row, x_step, indices_row, values_row, out_step, packed_row, SORTED, X_UNIT, OUT_UNIT,
+    )
+
+
+@jit
+def _select_again(
+    slots, first, length, wanted, bound, x_row, x_step, indices_row, values_row, out_step, packed_row,
+    LARGEST: tl.constexpr, SORTED: tl.constexpr, X_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
+    ROOM: tl.constexpr, COLS: tl.constexpr,
+):
+    """Bisect the row itself, ROOM elements at a time."""
+    low, high, over = bound, tl.full([], 2147483647, tl.int32), tl.full([], 0, tl.int32)
+    while low < high:
+        middle = (low | high) - ((low ^ high) >> 1)
+        count = _count_reaching(middle, x_row, slots, first, length, x_step, LARGEST, X_UNIT, ROOM)
+        low, high, over = _narrowed(low, high, over, middle, count, wanted, 0)
+    _store_row(
+        first, length, low, over, wanted, length, ROOM // COLS, COLS,
+        x_row, x_step, indices_row, values_row, out_step, packed_row, LARGEST, SORTED, X_UNIT, OUT_UNIT,
+    )
 
 
 @jit
@@ -409,55 +512,17 @@ def _finish(
     packed_row = None if packed is None else packed + row.to(tl.int64) * K_CEIL
     bound = tl.load(bounds + row)
     written = (tl.load(counters + row * 2) & 0xFFFFFFFF).to(tl.int32)
-    slots = tl.arange(0, ROOM // FINISH_COLS)[:, None] * FINISH_COLS + tl.arange(0, FINISH_COLS)[None, :]
+    slots = _tile(ROOM // FINISH_COLS, FINISH_COLS, FINISH_COLS, 0)
     if written <= ROOM:
-        valid = slots < written
-        candidates = tl.load(above_row + slots, mask=valid, other=-9223372036854775808)
-        keys = (candidates >> 32).to(tl.int32)
-        threshold = bound
-        if written >= wanted:
-            threshold = _threshold(keys, wanted, bound, tl.max(keys), 0)
-        above = keys > threshold
-        equal = (keys == threshold) & valid
-        before, total = _ranks(above, equal)
-        position = tl.where(above, before & 0xFFFF, (total & 0xFFFF) + ((before >> 16) & 0xFFFF))
-        _store_some(
-            position, above | (equal & (position < wanted)), candidates.to(tl.int32), keys,
-            x_row, x_step, indices_row, values_row, out_step, packed_row, SORTED, X_UNIT, OUT_UNIT,
+        _select_written(
+            slots, written, wanted, bound, above_row, equal_row, x_row, x_step, indices_row, values_row, out_step,
+            packed_row, K_CEIL, SORTED, X_UNIT, OUT_UNIT,
         )
-        if written < wanted:
-            position = written + tl.arange(0, K_CEIL)
-            take = position < wanted
-            index = tl.load(equal_row + tl.arange(0, K_CEIL), mask=take)
-            _store_some(
-                position, take, index, tl.zeros([K_CEIL], tl.int32) + bound,
-                x_row, x_step, indices_row, values_row, out_step, packed_row, SORTED, X_UNIT, OUT_UNIT,
-            )
     else:
-        low = bound
-        high = tl.full([], 2147483647, tl.int32)
-        while low < high:
-            middle = (low | high) - ((low ^ high) >> 1)
-            count = _count_above(x_row, slots, first, length, x_step, middle - 1, LARGEST, X_UNIT, ROOM)
-            reached = count >= wanted
-            low = tl.where(reached, middle, low)
-            high = tl.where(reached, tl.where(count == wanted, middle, high), middle - 1)
-        place = tl.full([], 0, tl.int32)
-        place_equal = _count_above(x_row, slots, first, length, x_step, low, LARGEST, X_UNIT, ROOM)
-        for at in range(0, length, ROOM):
-            valid = at + slots < length
-            index = first + at + slots
-            keys = _keys(tl.load(x_row + _steps(index, x_step, X_UNIT), mask=valid), valid, LARGEST)
-            above = keys > low
-            equal = (keys == low) & valid
-            before, total = _ranks(above, equal)
-            position = tl.where(above, place + (before & 0xFFFF), place_equal + ((before >> 16) & 0xFFFF))
-            _store_some(
-                position, above | (equal & (position < wanted)), index, keys,
-                x_row, x_step, indices_row, values_row, out_step, packed_row, SORTED, X_UNIT, OUT_UNIT,
-            )
-            place += total & 0xFFFF
-            place_equal += (total >> 16) & 0xFFFF
+        _select_again(
+            slots, first, length, wanted, bound, x_row, x_step, indices_row, values_row, out_step, packed_row,
+            LARGEST, SORTED, X_UNIT, OUT_UNIT, ROOM, FINISH_COLS,
+        )
     _store_rest(
         wanted, first, length, x_row, x_step, indices_row, values_row, out_step, packed_row,
         K, K_CEIL, SORTED, SPAN, X_UNIT, OUT_UNIT,
@@ -474,15 +539,17 @@ def _finish(
 class TopkConfig:
     """How a row is divided.
 
-    ``row``: one program holds it, in ``num_warps`` warps; all else is about the tournament.  ``groups``: that the row
-    is dealt to, ``block_cols`` of them to a program, which reads ``block_rows`` elements of each at a time.
-    ``slack``: by how much, in 1/16 of k, more than k largest of groups may reach the bound.  ``room``: for what is
-    written down of a row.  ``fused``: the last program of a row finishes it, instead of another launch, whose warps
-    are ``finish_warps``.
+    ``row``: one program holds it, in ``num_warps`` warps, and writes ``store_rows`` elements a thread at a time.
+
+    All else is about the tournament.  ``groups``: that the row is dealt to, ``block_cols`` of them to a program, which
+    reads ``block_rows`` elements of each at a time.  ``slack``: by how much, in 1/16 of k, more than k of the groups'
+    largest may reach the bound.  ``room``: for what is written down of a row.  ``fused``: the last program of a row
+    finishes it, instead of another launch, whose warps are ``finish_warps``.
     """
 
     row: bool
     num_warps: int
+    store_rows: int = 8
     groups: int = 0
     block_cols: int = 0
     block_rows: int = 0
@@ -731,8 +798,15 @@ def _plan(
     if config.row:
         threads = config.num_warps * target.warp_size
         block = _ceil_power_of_two(n)
-        block_cols = min(block, threads * max(1, 16 // x.element_size()))
-        tile = {"BLOCK_ROWS": block // block_cols, "BLOCK_COLS": block_cols, "NUM_WARPS": config.num_warps}
+        block_cols = min(block, threads)
+        block_rows = block // block_cols
+        tile = {
+            "EVEN": start is None and end is None and n == block,
+            "BLOCK_ROWS": block_rows,
+            "BLOCK_COLS": block_cols,
+            "STORE_ROWS": min(block_rows, config.store_rows),
+            "NUM_WARPS": config.num_warps,
+        }
         launch = Launch(
             _row_kernel, (rows,), {**reads, **writes}, {**about_x, **about_out, **tile}, config.num_warps, 1
         )
