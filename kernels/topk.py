@@ -397,7 +397,7 @@ def _filter_kernel(
         valid = offset < length
         tile = tl.load(x_row + _steps(first + offset, x_step, X_UNIT), mask=valid)
     largest = tl.load(maxima + wide_row * GROUPS + tl.arange(0, GROUPS))
-    bound, _ = _threshold(largest, wanted, -2147483648, 2147483647, 0, SLACK)
+    bound, _ = _threshold(largest, wanted, tl.min(largest), tl.max(largest), 0, SLACK)
     if block == 0:
         tl.store(bounds + row, bound)
     if ONE_TILE:
@@ -624,6 +624,8 @@ def topk_indices_supports(
     reason = topk_supports(x, k, dim, largest, sorted, target=target)
     if reason is not None:
         return reason
+    if not largest and (start is not None or end is not None):
+        return "the smallest between start and end: what is outside would come before NaN, needs largest=True"
     outer = _without(x.shape, dim)
     for name, bound in (("start", start), ("end", end)):
         if bound is not None and bound.dtype not in (torch.int32, torch.int64):

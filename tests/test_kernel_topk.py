@@ -153,7 +153,7 @@ def test_more_above_the_bound_than_there_is_room_for(interpret, sorted: bool, wa
 @pytest.mark.parametrize("way", ["row", "tournament"])
 @pytest.mark.parametrize("dim", [0, 1, 2, 3, -1])
 def test_dimensions_and_strides(interpret, dim: int, way: str) -> None:
-    x = normal(3, 5, 2, 6)
+    x = normal(2, 4, 2, 3)
     for view in (x, x[:, ::2, :, 1:].transpose(1, 3), x.permute(3, 1, 0, 2)):
         check(interpret, view, 2, dim, sorted=True, config=WAYS[way], values=True)
 
@@ -191,10 +191,9 @@ def test_what_lies_outside_of_a_span_is_not_read(interpret) -> None:
         assert set(indices[1, :20].tolist()) == set(range(20)) and len(set(indices[1].tolist())) == 32
 
 
-def test_spans_of_smallest_of_integers_and_along_other_dimensions(interpret) -> None:
+def test_spans_of_integers_and_along_other_dimensions(interpret) -> None:
     end = torch.tensor([3, 40, 70])
-    for dtype in (torch.float32, torch.int8):
-        check(interpret, normal(3, 90, dtype=dtype), 9, largest=False, end=end)
+    check(interpret, normal(3, 90, dtype=torch.int8), 9, end=end)
     check(interpret, normal(2, 90, 3), 9, 1, sorted=True, end=end)
     check(interpret, normal(2, 3, 90), 9, end=end, start=torch.tensor([[5], [20]]))
     check(interpret, normal(2, 3, 90), 9, end=torch.tensor(33))
@@ -217,11 +216,11 @@ def rows(draw: st.DrawFn) -> dict[str, Any]:
         span["start"] = torch.tensor([draw(bounds), draw(bounds)])
     way = draw(st.sampled_from(list(WAYS)))
     k = draw(st.integers(1, min(n, 64)))
-    options = {"largest": draw(st.booleans()), "sorted": draw(st.booleans()), "config": WAYS[way]}
+    options = {"largest": bool(span) or draw(st.booleans()), "sorted": draw(st.booleans()), "config": WAYS[way]}
     return {"x": x, "k": k, **options, **span}
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(args=rows(), arch=st.sampled_from(["sm_90", "gfx942"]))
 def test_any_row(interpret, args: dict[str, Any], arch: str) -> None:
     check(interpret, arch=arch, **args)
@@ -241,6 +240,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too many dimensions": (
         {"x": normal(9, 3, 3, 3, 3).permute(4, 2, 1, 3, 0), "k": 1},
         "the rows of x lie in more than 3 dimensions that cannot be merged",
+    ),
+    "the smallest of a span": (
+        {"x": normal(2, 9), "k": 1, "largest": False, "end": torch.ones(2).int()},
+        "the smallest between start and end: what is outside would come before NaN, needs largest=True",
     ),
     "spans of floats": (
         {"x": normal(2, 9), "k": 1, "end": torch.ones(2)},
