@@ -50,6 +50,9 @@ _DTYPES = (
 _UNORDERED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 """The types that torch sorts, but selects nothing from."""
 _MAX_OUTER_DIMS = 3
+_COUNTERS = 32
+"""Numbers between the counters of two rows: a cache line.  The first counts what lies above a row's bound, the second
+what equals it, the third the programs that are done."""
 
 
 # --- meaning ------------------------------------------------------------------------------------------------
@@ -124,26 +127,47 @@ def _keys(x, valid, LARGEST: tl.constexpr):
 
 
 @jit
-def _threshold(keys, k, low, high, over, SLACK: tl.constexpr):
-    """A number that at most ``k + SLACK`` keys exceed, and that at least ``k`` reach; and how many exceed it.
+def _threshold(keys, k, low, high, over, SIZE: tl.constexpr, SLACK: tl.constexpr):
+    """A number that at most ``k + SLACK`` of the SIZE keys exceed, and that at least ``k`` reach; how many exceed it.
 
     It lies in ``[low, high]``: ``k`` keys reach ``low``, and ``over``, fewer than ``k``, exceed ``high``.
+
+    A guess is where it would be if keys were spread evenly between both.  Every sixth is their middle, as for some
+    distributions guesses are bad, and every sixth the largest key up to ``high``, as many keys may be one number.
     """
     zero = tl.full([], 0, tl.int32)  # a loop carries no constants
-    low, high, over = low + zero, high + zero, over + zero
+    low, high, over, reaching, step = low + zero, high + zero, over + zero, SIZE + zero, zero
     while low < high:
-        middle = (low | high) - ((low ^ high) >> 1)  # rounded up, without an overflow
-        count = tl.sum((keys >= middle).to(tl.int32))
-        low, high, over = _narrowed(low, high, over, middle, count, k, SLACK)
+        snap = step % 6 == 5
+        if snap:
+            guess = tl.max(tl.where(keys <= high, keys, -2147483648))
+        else:
+            guess = _guess(low, high, k + SLACK // 2, over, reaching, step % 6 == 2)
+        count = tl.sum((keys >= guess).to(tl.int32))
+        if snap & (count >= k):
+            low, high = guess, guess  # no key lies between this and ``high``
+        else:
+            reaching = tl.where(count > k + SLACK, count, reaching)
+            low, high, over = _narrowed(low, high, over, guess, count, k, SLACK)
+        step += 1
     return low, over
 
 
 @jit
-def _narrowed(low, high, over, middle, count, k, SLACK: tl.constexpr):
-    """The range that is left when ``count`` keys reach ``middle``; empty where that is close to ``k``."""
+def _guess(low, high, k, over, reaching, middle):
+    """A number above ``low`` and up to ``high``."""
+    share = tl.where(middle, 0.5, (reaching - k).to(tl.float32) / (reaching - over).to(tl.float32))
+    width = high.to(tl.int64) - low.to(tl.int64)
+    offset = (width.to(tl.float32) * share).to(tl.int64)
+    return (low + 1 + tl.minimum(tl.maximum(offset, 0), width - 1)).to(tl.int32)
+
+
+@jit
+def _narrowed(low, high, over, guess, count, k, SLACK: tl.constexpr):
+    """The range that is left when ``count`` keys reach ``guess``; empty where that is close to ``k``."""
     many = count > k + SLACK
-    left = tl.where(many, middle, tl.where(count >= k, middle - 1, low))
-    return left, tl.where(many, high, middle - 1), tl.where(many, over, count)
+    left = tl.where(many, guess, tl.where(count >= k, guess - 1, low))
+    return left, tl.where(many, high, guess - 1), tl.where(many, over, count)
 
 
 @jit
@@ -255,19 +279,55 @@ def _store_row(
 
 
 @jit
+def _in_order(packed_row, wanted, K_CEIL: tl.constexpr, RUN: tl.constexpr):
+    """The ``wanted`` numbers that lie packed, in descending order.
+
+    Runs are sorted in registers and merged two by two, through memory: the place of a number is its place in its own
+    run and how many of the other run come before it, which is a binary search.
+    """
+    least: tl.constexpr = -9223372036854775808
+    position = tl.arange(0, K_CEIL)
+    here, there = packed_row, packed_row + K_CEIL
+    tl.debug_barrier()  # other threads packed them
+    x = tl.load(here + position, mask=position < wanted, other=least)
+    if K_CEIL <= RUN:
+        x = tl.sort(x, descending=True)
+    else:
+        x = tl.reshape(tl.sort(tl.reshape(x, [K_CEIL // RUN, RUN]), descending=True), [K_CEIL])
+        tl.debug_barrier()
+        tl.store(here + position, x)
+        tl.debug_barrier()
+        run = tl.full([], RUN, tl.int32)  # a loop carries no constants
+        while run < K_CEIL:
+            second = position & run
+            pair = position & (0 - 2 * run)
+            other = here + pair + (run - second)
+            before = tl.zeros([K_CEIL], tl.int32)
+            step = run
+            while step > 0:
+                more = before + step
+                y = tl.load(other + more - 1, mask=more <= run, other=least)
+                first = (y > x) | ((y == x) & (second != 0))
+                before = tl.where((more <= run) & first, more, before)
+                step = step // 2
+            tl.store(there + pair + (position & (run - 1)) + before, x)
+            tl.debug_barrier()
+            x = tl.load(there + position)
+            here, there = there, here
+            run = run * 2
+    return x
+
+
+@jit
 def _store_rest(
     wanted, first, length, x_row, x_step, indices_row, values_row, out_step, packed_row,
-    K: tl.constexpr, K_CEIL: tl.constexpr, SORTED: tl.constexpr, SPAN: tl.constexpr,
+    K: tl.constexpr, K_CEIL: tl.constexpr, SORTED: tl.constexpr, RUN: tl.constexpr, SPAN: tl.constexpr,
     X_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
 ):
     """Sort the ``wanted`` elements that lie packed, and fill the result up from outside of the span."""
     position = tl.arange(0, K_CEIL)
     if SORTED:
-        tl.debug_barrier()  # other threads packed them
-        least: tl.constexpr = -9223372036854775808
-        packed = tl.load(packed_row + position, mask=position < wanted, other=least)
-        packed = tl.sort(packed, descending=True)
-        index = packed & 0xFFFFFFFF
+        index = _in_order(packed_row, wanted, K_CEIL, RUN) & 0xFFFFFFFF
         out = _steps(position, out_step, OUT_UNIT)
         tl.store(indices_row + out, index, mask=position < wanted)
         if values_row is not None:
@@ -284,7 +344,7 @@ def _store_rest(
 def _row_kernel(
     x, start, end, indices, values, packed, n, size_1, size_2, x_step, out_step,
     x_0, x_1, x_2, start_0, start_1, start_2, end_0, end_1, end_2, out_0, out_1, out_2,
-    K: tl.constexpr, K_CEIL: tl.constexpr, LARGEST: tl.constexpr, SORTED: tl.constexpr,
+    K: tl.constexpr, K_CEIL: tl.constexpr, LARGEST: tl.constexpr, SORTED: tl.constexpr, RUN: tl.constexpr,
     X_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, STORE_ROWS: tl.constexpr,
     NUM_WARPS: tl.constexpr,
@@ -298,7 +358,7 @@ def _row_kernel(
     out_row = _row_offset(row, size_1, size_2, out_0, out_1, out_2)
     indices_row = indices + out_row
     values_row = None if values is None else values + out_row
-    packed_row = None if packed is None else packed + row.to(tl.int64) * K_CEIL
+    packed_row = None if packed is None else packed + row.to(tl.int64) * (2 * K_CEIL)
 
     if EVEN:  # all comparisons with it fold away
         length = tl.full([], BLOCK_ROWS * BLOCK_COLS, tl.int32)
@@ -307,7 +367,8 @@ def _row_kernel(
     valid = offset < length
     keys = _keys(tl.load(x_row + _steps(first + offset, x_step, X_UNIT), mask=valid), valid, LARGEST)
     wanted = tl.minimum(length, K)
-    threshold, over = _threshold(keys, wanted, -2147483648, 2147483647, 0, 0)
+    low, high = tl.min(keys), tl.max(keys)
+    threshold, over = _threshold(keys, wanted, low, high, 0, BLOCK_ROWS * BLOCK_COLS, 0)
     if STORE_ROWS == BLOCK_ROWS:
         _store_selected(
             keys, valid, first + offset, threshold, 0, over, wanted,
@@ -322,7 +383,7 @@ def _row_kernel(
     SPAN: tl.constexpr = start is not None or end is not None
     _store_rest(
         wanted, first, length, x_row, x_step, indices_row, values_row, out_step, packed_row,
-        K, K_CEIL, SORTED, SPAN, X_UNIT, OUT_UNIT,
+        K, K_CEIL, SORTED, RUN, SPAN, X_UNIT, OUT_UNIT,
     )
 
 
@@ -331,7 +392,7 @@ def _group_maxima_kernel(
     x, start, end, maxima, counters, n, size_1, size_2, x_step,
     x_0, x_1, x_2, start_0, start_1, start_2, end_0, end_1, end_2,
     LARGEST: tl.constexpr, X_UNIT: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, COUNTERS: tl.constexpr,
     NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):
     """The largest key of each of BLOCK_COLS groups of a row; the first program of a row clears the row's counters."""
@@ -342,7 +403,7 @@ def _group_maxima_kernel(
     )
     x_row = x + _row_offset(row, size_1, size_2, x_0, x_1, x_2)
     if block == 0:
-        tl.store(counters + row * 2 + tl.arange(0, 2), tl.zeros([2], tl.int64))
+        tl.store(counters + row.to(tl.int64) * COUNTERS + tl.arange(0, 4), tl.zeros([4], tl.int32))
     cols = block * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     offset = tl.arange(0, BLOCK_ROWS)[:, None] * GROUPS + cols[None, :]
     largest = tl.full([BLOCK_ROWS, BLOCK_COLS], -2147483648, tl.int32)
@@ -354,19 +415,26 @@ def _group_maxima_kernel(
 
 
 @jit
-def _write_down(
-    keys, valid, index, bound, counters_row, above_row, equal_row, K: tl.constexpr, ROOM: tl.constexpr,
-):
-    """Append a tile's keys above ``bound`` with their indices, and the indices of those that equal it."""
-    above = keys > bound
+def _write_down(keys, index, bound, counters_row, above_row, ROOM: tl.constexpr):
+    """Append a tile's keys above ``bound`` with their indices.  They are few, so that no thread waits for others."""
+    above = (keys > bound).to(tl.int32)
+    upto = tl.cumsum(above, axis=1)
+    total = tl.sum(above, axis=1)
+    base = tl.atomic_add(counters_row + tl.zeros_like(total), total, mask=total > 0, sem="relaxed")
+    place = base[:, None] + upto - above
+    packed = (keys.to(tl.int64) << 32) | index.to(tl.int64)
+    tl.store(above_row + place, packed, mask=(above != 0) & (place < ROOM))
+
+
+@jit
+def _write_down_equal(keys, valid, index, bound, counters_row, equal_row, K: tl.constexpr):
+    """Append the indices of a tile's keys that equal ``bound``.  They may be all of them."""
     equal = (keys == bound) & valid
-    before, total = _ranks(above, equal)
-    counts = (total & 0xFFFF).to(tl.int64) | (((total >> 16) & 0xFFFF).to(tl.int64) << 32)
-    base = tl.atomic_add(counters_row, counts, sem="relaxed")
-    place = (base & 0xFFFFFFFF).to(tl.int32) + (before & 0xFFFF)
-    tl.store(above_row + place, (keys.to(tl.int64) << 32) | index.to(tl.int64), mask=above & (place < ROOM))
-    place = (base >> 32).to(tl.int32) + ((before >> 16) & 0xFFFF)
-    tl.store(equal_row + place, index, mask=equal & (place < K))
+    before, total = _ranks(equal, equal)
+    total = total & 0xFFFF
+    if total > 0:
+        place = tl.atomic_add(counters_row + 1, total, sem="relaxed") + (before & 0xFFFF)
+        tl.store(equal_row + place, index, mask=equal & (place < K))
 
 
 @jit
@@ -374,10 +442,10 @@ def _filter_kernel(
     x, start, end, maxima, counters, bounds, above, equal, indices, values, packed,
     n, size_1, size_2, x_step, out_step,
     x_0, x_1, x_2, start_0, start_1, start_2, end_0, end_1, end_2, out_0, out_1, out_2,
-    K: tl.constexpr, K_CEIL: tl.constexpr, LARGEST: tl.constexpr, SORTED: tl.constexpr,
+    K: tl.constexpr, K_CEIL: tl.constexpr, LARGEST: tl.constexpr, SORTED: tl.constexpr, RUN: tl.constexpr,
     X_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
     GROUPS: tl.constexpr, ROOM: tl.constexpr, SLACK: tl.constexpr, FUSED: tl.constexpr, ONE_TILE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FINISH_COLS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FINISH_COLS: tl.constexpr, COUNTERS: tl.constexpr,
     NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):
     """Write down what can be among the k largest of BLOCK_COLS groups; FUSED: the last program of a row selects."""
@@ -392,31 +460,42 @@ def _filter_kernel(
     above_row, equal_row = above + wide_row * ROOM, equal + wide_row * K_CEIL
     wanted = tl.minimum(length, K)
 
+    counters_row = counters + wide_row * COUNTERS
     offset = _tile(BLOCK_ROWS, BLOCK_COLS, GROUPS, block * BLOCK_COLS)
     if ONE_TILE:  # on its way while the bound is looked for
         valid = offset < length
         tile = tl.load(x_row + _steps(first + offset, x_step, X_UNIT), mask=valid)
     largest = tl.load(maxima + wide_row * GROUPS + tl.arange(0, GROUPS))
-    bound, _ = _threshold(largest, wanted, tl.min(largest), tl.max(largest), 0, SLACK)
+    bound, _ = _threshold(largest, wanted, tl.min(largest), tl.max(largest), 0, GROUPS, SLACK)
     if block == 0:
         tl.store(bounds + row, bound)
     if ONE_TILE:
         keys = _keys(tile, valid, LARGEST)
-        _write_down(keys, valid, first + offset, bound, counters + row * 2, above_row, equal_row, K, ROOM)
+        _write_down(keys, first + offset, bound, counters_row, above_row, ROOM)
+        if tl.max(((keys == bound) & valid).to(tl.int32)) > 0:
+            _write_down_equal(keys, valid, first + offset, bound, counters_row, equal_row, K)
     else:
+        equals = tl.zeros([BLOCK_COLS, BLOCK_ROWS], tl.int32)
         for at in tl.range(0, length, BLOCK_ROWS * GROUPS, num_stages=NUM_STAGES):
             valid = at + offset < length
             index = first + at + offset
             keys = _keys(tl.load(x_row + _steps(index, x_step, X_UNIT), mask=valid), valid, LARGEST)
-            _write_down(keys, valid, index, bound, counters + row * 2, above_row, equal_row, K, ROOM)
+            _write_down(keys, index, bound, counters_row, above_row, ROOM)
+            equals |= (keys == bound).to(tl.int32)
+        if tl.max(equals) > 0:  # seldom
+            for at in range(0, length, BLOCK_ROWS * GROUPS):
+                valid = at + offset < length
+                index = first + at + offset
+                keys = _keys(tl.load(x_row + _steps(index, x_step, X_UNIT), mask=valid), valid, LARGEST)
+                _write_down_equal(keys, valid, index, bound, counters_row, equal_row, K)
     if FUSED:
         tl.debug_barrier()  # all threads have written
-        arrived = tl.atomic_add(counters + row * 2 + 1, 1, sem="acq_rel")
+        arrived = tl.atomic_add(counters_row + 2, 1, sem="acq_rel")
         if arrived == blocks - 1:
             _finish(
                 row, x_row, first, length, wanted, counters, bounds, above_row, equal_row, indices, values, packed,
                 size_1, size_2, x_step, out_step, out_0, out_1, out_2, start is not None or end is not None,
-                K, K_CEIL, LARGEST, SORTED, X_UNIT, OUT_UNIT, ROOM, FINISH_COLS,
+                K, K_CEIL, LARGEST, SORTED, RUN, X_UNIT, OUT_UNIT, ROOM, FINISH_COLS, COUNTERS,
             )
 
 
@@ -424,8 +503,8 @@ def _filter_kernel(
 def _finish_kernel(
     x, start, end, counters, bounds, above, equal, indices, values, packed, n, size_1, size_2, x_step, out_step,
     x_0, x_1, x_2, start_0, start_1, start_2, end_0, end_1, end_2, out_0, out_1, out_2,
-    K: tl.constexpr, K_CEIL: tl.constexpr, LARGEST: tl.constexpr, SORTED: tl.constexpr,
-    X_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, ROOM: tl.constexpr, FINISH_COLS: tl.constexpr,
+    K: tl.constexpr, K_CEIL: tl.constexpr, LARGEST: tl.constexpr, SORTED: tl.constexpr, RUN: tl.constexpr,
+    X_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, ROOM: tl.constexpr, FINISH_COLS: tl.constexpr, COUNTERS: tl.constexpr,
     NUM_WARPS: tl.constexpr,
 ):
     """Select among what was written down of a row."""
@@ -439,7 +518,7 @@ def _finish_kernel(
     _finish(
         row, x_row, first, length, wanted, counters, bounds, above_row, equal_row, indices, values, packed,
         size_1, size_2, x_step, out_step, out_0, out_1, out_2, start is not None or end is not None,
-        K, K_CEIL, LARGEST, SORTED, X_UNIT, OUT_UNIT, ROOM, FINISH_COLS,
+        K, K_CEIL, LARGEST, SORTED, RUN, X_UNIT, OUT_UNIT, ROOM, FINISH_COLS, COUNTERS,
     )
 
 
@@ -459,7 +538,7 @@ def _count_reaching(
 @jit
 def _select_written(
     slots, written, wanted, bound, above_row, equal_row, x_row, x_step, indices_row, values_row, out_step, packed_row,
-    K_CEIL: tl.constexpr, SORTED: tl.constexpr, X_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
+    K_CEIL: tl.constexpr, SORTED: tl.constexpr, X_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, ROOM: tl.constexpr,
 ):
     """Of what lies above the bound take the largest; if that is not enough, all of it and some that equal the bound."""
     valid = slots < written
@@ -467,7 +546,8 @@ def _select_written(
     keys = (candidates >> 32).to(tl.int32)
     enough = written >= wanted
     high = tl.where(enough, tl.max(keys), bound)
-    threshold, over = _threshold(keys, wanted, bound, high, tl.where(enough, 0, written), 0)
+    over = tl.where(enough, 0, written)
+    threshold, over = _threshold(keys, wanted, tl.minimum(bound, high), high, over, ROOM, 0)
     _store_selected(
         keys, valid, candidates.to(tl.int32), threshold, 0, over, wanted,
         x_row, x_step, indices_row, values_row, out_step, packed_row, SORTED, X_UNIT, OUT_UNIT,
@@ -503,20 +583,20 @@ def _select_again(
 def _finish(
     row, x_row, first, length, wanted, counters, bounds, above_row, equal_row, indices, values, packed,
     size_1, size_2, x_step, out_step, out_0, out_1, out_2, SPAN: tl.constexpr,
-    K: tl.constexpr, K_CEIL: tl.constexpr, LARGEST: tl.constexpr, SORTED: tl.constexpr,
-    X_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, ROOM: tl.constexpr, FINISH_COLS: tl.constexpr,
+    K: tl.constexpr, K_CEIL: tl.constexpr, LARGEST: tl.constexpr, SORTED: tl.constexpr, RUN: tl.constexpr,
+    X_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, ROOM: tl.constexpr, FINISH_COLS: tl.constexpr, COUNTERS: tl.constexpr,
 ):
     out_row = _row_offset(row, size_1, size_2, out_0, out_1, out_2)
     indices_row = indices + out_row
     values_row = None if values is None else values + out_row
-    packed_row = None if packed is None else packed + row.to(tl.int64) * K_CEIL
+    packed_row = None if packed is None else packed + row.to(tl.int64) * (2 * K_CEIL)
     bound = tl.load(bounds + row)
-    written = (tl.load(counters + row * 2) & 0xFFFFFFFF).to(tl.int32)
+    written = tl.load(counters + row.to(tl.int64) * COUNTERS)
     slots = _tile(ROOM // FINISH_COLS, FINISH_COLS, FINISH_COLS, 0)
     if written <= ROOM:
         _select_written(
             slots, written, wanted, bound, above_row, equal_row, x_row, x_step, indices_row, values_row, out_step,
-            packed_row, K_CEIL, SORTED, X_UNIT, OUT_UNIT,
+            packed_row, K_CEIL, SORTED, X_UNIT, OUT_UNIT, ROOM,
         )
     else:
         _select_again(
@@ -525,7 +605,7 @@ def _finish(
         )
     _store_rest(
         wanted, first, length, x_row, x_step, indices_row, values_row, out_step, packed_row,
-        K, K_CEIL, SORTED, SPAN, X_UNIT, OUT_UNIT,
+        K, K_CEIL, SORTED, RUN, SPAN, X_UNIT, OUT_UNIT,
     )
 
 
@@ -540,6 +620,7 @@ class TopkConfig:
     """How a row is divided.
 
     ``row``: one program holds it, in ``num_warps`` warps, and writes ``store_rows`` elements a thread at a time.
+    ``run``: how many elements of a sorted result are sorted in registers, before such runs are merged.
 
     All else is about the tournament.  ``groups``: that the row is dealt to, ``block_cols`` of them to a program, which
     reads ``block_rows`` elements of each at a time.  ``slack``: by how much, in 1/16 of k, more than k of the groups'
@@ -549,6 +630,7 @@ class TopkConfig:
 
     row: bool
     num_warps: int
+    run: int = 64
     store_rows: int = 8
     groups: int = 0
     block_cols: int = 0
@@ -792,11 +874,12 @@ def _plan(
         "K": k,
         "K_CEIL": k_ceil,
         "SORTED": sorted,
+        "RUN": config.run,
         "OUT_UNIT": statically_known_true(out_step == 1),
     }
     dtypes = {"values": x.dtype, "indices": torch.int64}
     outputs = {name: Buffer(out_shape, dtypes[name]) for name in results}
-    scratch = {"packed": Buffer((rows, k_ceil), torch.int64)} if sorted else {}
+    scratch = {"packed": Buffer((rows, 2 * k_ceil), torch.int64)} if sorted else {}
     if config.row:
         threads = config.num_warps * target.warp_size
         block = _ceil_power_of_two(n)
@@ -825,12 +908,13 @@ def _plan(
         "NUM_STAGES": config.num_stages,
     }
     finish = {
+        "COUNTERS": _COUNTERS,
         "ROOM": config.room,
         "FINISH_COLS": min(config.room, (config.num_warps if config.fused else config.finish_warps) * target.warp_size),
     }
     scratch |= {
         "maxima": Buffer((rows, config.groups), torch.int32),
-        "counters": Buffer((rows, 2), torch.int64),
+        "counters": Buffer((rows, _COUNTERS), torch.int32),
         "bounds": Buffer((rows,), torch.int32),
         "above": Buffer((rows, config.room), torch.int64),
         "equal": Buffer((rows, k_ceil), torch.int32),
@@ -841,7 +925,7 @@ def _plan(
             _group_maxima_kernel,
             grid,
             {**reads, "maxima": "maxima", "counters": "counters"},
-            {**about_x, **tile},
+            {**about_x, **tile, "COUNTERS": _COUNTERS},
             config.num_warps,
             config.num_stages,
         ),

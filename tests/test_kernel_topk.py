@@ -20,7 +20,7 @@ TARGETS = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "g
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 INTEGERS = [torch.int32, torch.int16, torch.int8, torch.uint8]
 
-SMALL = TopkConfig(row=False, num_warps=4, groups=64, block_cols=32, block_rows=4, room=128, finish_warps=4)
+SMALL = TopkConfig(row=False, num_warps=4, groups=64, block_cols=32, block_rows=4, room=128, finish_warps=4, run=8)
 """A tournament that rows of a few hundred elements are long enough for, and k up to 64."""
 WAYS = {"row": None, "tournament": SMALL, "fused": dataclasses.replace(SMALL, fused=True)}
 
