@@ -5,6 +5,7 @@
     rms_norm           RMSNorm with a residual sum
     linear             linear layers for few rows, as in decoding
     rope               queries and keys rotated, normalised before, put into a cache
+    topk               top-k of long rows, and routers of mixtures of experts
     llama              a Hugging Face Llama from end to end; needs transformers
     pass_speed         how long the pass takes, and how that grows with the graph; needs transformers, but no GPU
     sweep              where each operator pays; --write-table writes the gate's table
@@ -28,7 +29,17 @@ import torch
 
 from . import harness, report, results
 
-BENCHMARKS = ("decode_attention", "prefill_attention", "rms_norm", "linear", "rope", "llama", "pass_speed", "sweep")
+BENCHMARKS = (
+    "decode_attention",
+    "prefill_attention",
+    "rms_norm",
+    "linear",
+    "rope",
+    "topk",
+    "llama",
+    "pass_speed",
+    "sweep",
+)
 TINY_IMPLS = ("eager", results.BASELINE, "portable_ops", "portable_ops gate=always")
 DEFAULT_IMPLS = (*TINY_IMPLS, "portable_ops gate=never")
 

@@ -148,6 +148,7 @@ def columns_of(rows: Sequence[Row]) -> list[tuple[str, Any]]:
         ("implementation", lambda row: row["impl"]),
         ("time", lambda row: duration(row["us"])),
         ("speed-up", lambda row: ratio(row["us"], row["baseline_us"])),
+        ("eager call", lambda row: duration(row.get("call_us"))),
         ("host time", lambda row: duration(row.get("host_us"))),
         ("peak memory", lambda row: size(row.get("peak_bytes"))),
         ("reserved", lambda row: size(row.get("reserved_bytes"))),

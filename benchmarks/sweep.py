@@ -26,14 +26,14 @@ from portable_ops.kernels.linear import MAX_ROWS
 from portable_ops.kernels.target import device_target
 from torch import Tensor
 
-from . import decode_attention, linear, prefill_attention, rms_norm, rope
+from . import decode_attention, linear, prefill_attention, rms_norm, rope, topk
 from .harness import kernel_case, progress
 from .results import BASELINE, RESULTS, Row
 from .truth import attention_truth
 
 OURS = "portable_ops gate=always"
 IMPLS = (BASELINE, OURS)
-OPERATORS = ("decode", "prefill", "rms_norm", "linear", "rope")
+OPERATORS = ("decode", "prefill", "rms_norm", "linear", "rope", "topk", "router")
 FROZEN = Path(__file__).with_name("frozen_rope.json")
 TILE_ROWS = 16
 """One tile of the decode kernel; more rows (speculative decoding) have a larger tile and were not measured."""
@@ -78,6 +78,10 @@ ROPE_OPERATORS = {
     "append": "qk_rope_append",
     "rope_append": "qk_rope_append",
 }
+TOPK = ((1, 16384), (1, 131072), (64, 16384), (64, 131072), (4096, 8192))
+"""Rows, and elements of a row: these are cells of their own, as a table of all sizes would be of long runs."""
+TOPK_FLOATS = ["float32", "bfloat16", "float16"]
+ROUTER_TOKENS = (64, 8192)
 NORM = {"rows": (16, 2048, 16384), "hidden_size": (2048, 4096, 8192)}
 
 
@@ -232,12 +236,44 @@ def _frozen(args: argparse.Namespace) -> Iterator[list[Row]]:
     progress.print(f"worst of {len(ratios)} frozen shapes: {ratio:.3f}x stock ({case})", highlight=False)
 
 
+def _topk_cases(args: argparse.Namespace) -> Iterator[Case]:
+    lengths = sorted({n for _, n in TOPK})
+    for name, in_order in (("topk_indices", False), ("topk_indices", True), ("topk", True)):
+        for rows, n in ((2, 300),) if args.tiny else TOPK:
+            k = 16 if args.tiny else topk.K
+            cell = {
+                "dtype": TOPK_FLOATS,
+                "rows": {1: {"max": 8}, 64: {"min": 9, "max": 512}}.get(rows, {"min": 513}),
+                "row_length": _between(n, (n,) if args.tiny or rows == 4096 else lengths[1:], open_ends=False),
+                "k": {"min": k // 2, "max": 2 * k},
+                "sorted": in_order,
+                "last_dim": True,
+            }
+            (found,) = topk.selection_rows(rows, n, k, in_order, args, values=name == "topk")
+            yield name, cell, found
+
+
+def _router_cases(args: argparse.Namespace) -> Iterator[Case]:
+    for name, (_, experts) in topk.FUNCTIONS.items():
+        for tokens in (3,) if args.tiny else ROUTER_TOKENS:
+            cell = {
+                "dtype": TOPK_FLOATS,
+                "rows": _between(tokens, (tokens,) if args.tiny else ROUTER_TOKENS),
+                "experts": {"min": 8, "max": 2 * experts},
+                "k": {"max": 10},
+                "groups": 1 if experts == 128 else {"min": 2},
+            }
+            yield "router", cell, topk.router_rows(name, tokens, args)
+
+
 _CASES = {
     "decode": _decode_cases,
     "prefill": _prefill_cases,
     "rms_norm": _norm_cases,
     "linear": _linear_cases,
     "rope": _rope_cases,
+    "topk": _topk_cases,
+    "router": _router_cases,
 }
 
 
@@ -308,6 +344,7 @@ SIZES = (
     "q_len",
     "head_dim",
     "rows",
+    "row_length",
     "hidden_size",
     "out_features",
     "in_features",

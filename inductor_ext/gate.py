@@ -203,6 +203,37 @@ def rope_features(values: Mapping[str, Any], bound: Mapping[str, Any]) -> Featur
     }
 
 
+def topk_features(values: Mapping[str, Any], bound: Mapping[str, Any]) -> Features:
+    """Rows and their length, k and order of a selection; ``last_dim``: along the last dimension, side by side."""
+    x, dim = values["x"], values["dim"] % values["x"].dim()
+    rows: Any = 1
+    for size in (*x.shape[:dim], *x.shape[dim + 1 :]):
+        rows = rows * size
+    return {
+        "dtype": str(x.dtype).removeprefix("torch."),
+        "rows": rows,
+        "row_length": x.shape[dim],
+        "k": values["k"],
+        "sorted": values["sorted"],
+        "last_dim": dim == x.dim() - 1 and statically_known_true(x.stride(dim) == 1),
+    }
+
+
+def router_features(values: Mapping[str, Any], bound: Mapping[str, Any]) -> Features:
+    """Tokens, experts, and how they are chosen."""
+    logits = values["logits"]
+    return {
+        "dtype": str(logits.dtype).removeprefix("torch."),
+        "rows": logits.shape[0],
+        "experts": logits.shape[1],
+        "k": values["k"],
+        "groups": values["groups"],
+    }
+
+
+register_features("portable_ops::router", router_features)
+register_features("portable_ops::topk", topk_features)
+register_features("portable_ops::topk_indices", topk_features)
 register_features("portable_ops::attention", attention_features)
 register_features("portable_ops::rms_norm", rms_norm_features)
 register_features("portable_ops::add_rms_norm", rms_norm_features)

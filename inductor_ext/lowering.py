@@ -18,9 +18,10 @@ from ..kernels.operator import Operator
 from ..kernels.qk_rope import QK_ROPE, QK_ROPE_APPEND
 from ..kernels.rms_norm import ADD_RMS_NORM, RMS_NORM
 from ..kernels.rope import ROPE
+from ..kernels.router import ROUTER
 from ..kernels.swiglu import SWIGLU
 from ..kernels.target import device_target
-from ..kernels.topk import TOPK
+from ..kernels.topk import TOPK, TOPK_INDICES
 from . import inductor_compat as inductor
 
 _registered: dict[str, Operator] = {}
@@ -99,6 +100,8 @@ for _operator in (
     QK_ROPE_APPEND,
     SWIGLU,
     TOPK,
+    TOPK_INDICES,
+    ROUTER,
     LINEAR,
     QKV_LINEAR,
     GATED_LINEAR,

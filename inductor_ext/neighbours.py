@@ -27,6 +27,7 @@ _EXTERN = (
     aten._int_mm,
     aten._grouped_mm,
     aten.convolution,
+    aten.topk,
     aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_cudnn_attention,
@@ -48,6 +49,8 @@ def cut_off(match: Match, speedup: float) -> str | None:
     Both sides are bound by memory: stock moves ``speedup`` times the bytes that the operator moves, which may cost
     no more than what is cut off.
     """
+    if match.kind == "router":
+        return None  # what is in front of it and behind it is little beside the kernels of stock's selection
     cuts = [*_cut_inputs(match), *_cut_outputs(match)]
     extra = 2 * sum(_bytes(tensor) for tensor, _ in cuts)
     moved = sum(_bytes(node) for node in {*match.inputs(), *(o for o in match.outputs if o is not None)})
@@ -59,7 +62,7 @@ def cut_off(match: Match, speedup: float) -> str | None:
 def _cut_inputs(match: Match) -> Iterator[tuple[fx.Node, str]]:
     """Tensors that stock would not write for the match to read, and what makes them."""
     inputs, outputs = match.inputs(), [o for o in match.outputs if o is not None]
-    work = {*match.inner, *outputs}
+    work = {match.anchor, *match.inner, *outputs}
     if any(_is_extern(node) for node in work):
         return
     for producer in dict.fromkeys(map(_producer, inputs)):
@@ -74,7 +77,7 @@ def _cut_inputs(match: Match) -> Iterator[tuple[fx.Node, str]]:
 def _cut_outputs(match: Match) -> Iterator[tuple[fx.Node, str]]:
     """Tensors that stock would not write for others to read, and who reads them."""
     outputs = [o for o in match.outputs if o is not None]
-    work = {*match.inner, *outputs}
+    work = {match.anchor, *match.inner, *outputs}
     for output in outputs:
         if not _is_joinable(output) or output.target.overloadpacket in _UPDATES:
             continue

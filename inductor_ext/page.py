@@ -23,6 +23,7 @@ COLOURS = {
     "swiglu": "#CC79A7",
     "attention": "#0072B2",
     "topk": "#F0E442",
+    "router": "#999999",
     "linear": "#56B4E9",
 }
 """Okabe and Ito's palette, which colour-blind readers tell apart; a kind of a third party's gets vermilion."""

@@ -15,8 +15,9 @@ of a key cost a comparison for each element in registers and one sum over the pr
 *tournament*, for longer rows, several programs to a row:
 
 1. The row is dealt to G groups, element i to group i modulo G, and the largest of each group is found.
-2. A bound that k of the G largest reach is reached by k elements of the row as well.  Everybody reads the row again and
-   writes down what lies above the bound (about 1.4 k elements where G is 2 k), and k of those that equal it.
+2. A bound that k of the G largest reach is reached by k elements of the row as well.  Every program looks for it by
+   itself; where there are many rows, a launch of its own does.  Everybody reads the row again and writes down what
+   lies above the bound (about 1.4 k elements where G is 2 k), and k of those that equal it.
 3. One program bisects what was written down.
 
 The bound holds for every distribution; neighbours are in different groups, so that a sorted row or a cluster of
@@ -415,15 +416,50 @@ def _group_maxima_kernel(
 
 
 @jit
-def _write_down(keys, index, bound, counters_row, above_row, ROOM: tl.constexpr):
-    """Append a tile's keys above ``bound`` with their indices.  They are few, so that no thread waits for others."""
+def _bound(maxima_row, wanted, GROUPS: tl.constexpr, SLACK: tl.constexpr):
+    """What ``wanted`` groups reach, and few more than that exceed."""
+    largest = tl.load(maxima_row + tl.arange(0, GROUPS))
+    bound, _ = _threshold(largest, wanted, tl.min(largest), tl.max(largest), 0, GROUPS, SLACK)
+    return bound
+
+
+@jit
+def _bound_kernel(
+    start, end, maxima, bounds, n, size_1, size_2, start_0, start_1, start_2, end_0, end_1, end_2,
+    K: tl.constexpr, GROUPS: tl.constexpr, SLACK: tl.constexpr, NUM_WARPS: tl.constexpr,
+):
+    """The bound of one row."""
+    row = tl.program_id(0)
+    _, length = _span(
+        row, start, end, n, size_1, size_2, start_0, start_1, start_2, end_0, end_1, end_2
+    )
+    bound = _bound(maxima + row.to(tl.int64) * GROUPS, tl.minimum(length, K), GROUPS, SLACK)
+    tl.store(bounds + row, bound)
+
+
+@jit
+def _write_down(
+    keys, at, bound, first, counters_row, above_row, x_row, x_step,
+    LARGEST: tl.constexpr, X_UNIT: tl.constexpr, ROOM: tl.constexpr, STEP: tl.constexpr, PER: tl.constexpr,
+):
+    """Append the keys above ``bound`` of a tile [lanes, PER], whose first column lies ``at``, with their indices.
+
+    They are few.  So each lane notes in a bit which of its keys they are, and what a store takes is done as many times
+    as the lane with the most of them has some.
+    """
     above = (keys > bound).to(tl.int32)
-    upto = tl.cumsum(above, axis=1)
     total = tl.sum(above, axis=1)
-    base = tl.atomic_add(counters_row + tl.zeros_like(total), total, mask=total > 0, sem="relaxed")
-    place = base[:, None] + upto - above
-    packed = (keys.to(tl.int64) << 32) | index.to(tl.int64)
-    tl.store(above_row + place, packed, mask=(above != 0) & (place < ROOM))
+    bits = tl.sum(above << tl.arange(0, PER)[None, :], axis=1)
+    place = tl.atomic_add(counters_row + tl.zeros_like(total), total, mask=total > 0, sem="relaxed")
+    while tl.max(bits) > 0:
+        take = bits != 0
+        lowest = (bits & (0 - bits)).to(tl.float32).to(tl.int32, bitcast=True)
+        index = first + at + ((lowest >> 23) - 127) * STEP  # the exponent of a power of two
+        key = _keys(tl.load(x_row + _steps(index, x_step, X_UNIT), mask=take), take, LARGEST)
+        packed = (key.to(tl.int64) << 32) | index.to(tl.int64)
+        tl.store(above_row + place, packed, mask=take & (place < ROOM))
+        bits = bits & (bits - 1)
+        place += 1
 
 
 @jit
@@ -445,7 +481,8 @@ def _filter_kernel(
     K: tl.constexpr, K_CEIL: tl.constexpr, LARGEST: tl.constexpr, SORTED: tl.constexpr, RUN: tl.constexpr,
     X_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
     GROUPS: tl.constexpr, ROOM: tl.constexpr, SLACK: tl.constexpr, FUSED: tl.constexpr, ONE_TILE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FINISH_COLS: tl.constexpr, COUNTERS: tl.constexpr,
+    BOUNDED: tl.constexpr, LANES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    FINISH_COLS: tl.constexpr, COUNTERS: tl.constexpr,
     NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):
     """Write down what can be among the k largest of BLOCK_COLS groups; FUSED: the last program of a row selects."""
@@ -461,27 +498,38 @@ def _filter_kernel(
     wanted = tl.minimum(length, K)
 
     counters_row = counters + wide_row * COUNTERS
-    offset = _tile(BLOCK_ROWS, BLOCK_COLS, GROUPS, block * BLOCK_COLS)
+    per: tl.constexpr = BLOCK_ROWS * BLOCK_COLS // LANES
+    step: tl.constexpr = LANES // BLOCK_COLS * GROUPS
+    lane = tl.arange(0, LANES)
+    column = block * BLOCK_COLS + lane % BLOCK_COLS + lane // BLOCK_COLS * GROUPS
+    # The compiler is told nothing of neighbours, as in _tile.
+    offset = tl.max_contiguous(column[:, None] + tl.arange(0, per)[None, :] * step, [1, 1])
     if ONE_TILE:  # on its way while the bound is looked for
         valid = offset < length
         tile = tl.load(x_row + _steps(first + offset, x_step, X_UNIT), mask=valid)
-    largest = tl.load(maxima + wide_row * GROUPS + tl.arange(0, GROUPS))
-    bound, _ = _threshold(largest, wanted, tl.min(largest), tl.max(largest), 0, GROUPS, SLACK)
-    if block == 0:
-        tl.store(bounds + row, bound)
+    if BOUNDED:
+        bound = tl.load(bounds + row)
+    else:
+        bound = _bound(maxima + wide_row * GROUPS, wanted, GROUPS, SLACK)
+        if block == 0:
+            tl.store(bounds + row, bound)
     if ONE_TILE:
         keys = _keys(tile, valid, LARGEST)
-        _write_down(keys, first + offset, bound, counters_row, above_row, ROOM)
+        _write_down(
+            keys, column, bound, first, counters_row, above_row, x_row, x_step, LARGEST, X_UNIT, ROOM, step, per
+        )
         if tl.max(((keys == bound) & valid).to(tl.int32)) > 0:
             _write_down_equal(keys, valid, first + offset, bound, counters_row, equal_row, K)
     else:
-        equals = tl.zeros([BLOCK_COLS, BLOCK_ROWS], tl.int32)
+        equals = tl.zeros([LANES], tl.int32)
         for at in tl.range(0, length, BLOCK_ROWS * GROUPS, num_stages=NUM_STAGES):
             valid = at + offset < length
-            index = first + at + offset
-            keys = _keys(tl.load(x_row + _steps(index, x_step, X_UNIT), mask=valid), valid, LARGEST)
-            _write_down(keys, index, bound, counters_row, above_row, ROOM)
-            equals |= (keys == bound).to(tl.int32)
+            keys = _keys(tl.load(x_row + _steps(first + at + offset, x_step, X_UNIT), mask=valid), valid, LARGEST)
+            equals += tl.sum((keys == bound).to(tl.int32), axis=1)
+            _write_down(
+                keys, at + column, bound, first, counters_row, above_row, x_row, x_step,
+                LARGEST, X_UNIT, ROOM, step, per,
+            )
         if tl.max(equals) > 0:  # seldom
             for at in range(0, length, BLOCK_ROWS * GROUPS):
                 valid = at + offset < length
@@ -625,7 +673,7 @@ class TopkConfig:
     All else is about the tournament.  ``groups``: that the row is dealt to, ``block_cols`` of them to a program, which
     reads ``block_rows`` elements of each at a time.  ``slack``: by how much, in 1/16 of k, more than k of the groups'
     largest may reach the bound.  ``room``: for what is written down of a row.  ``fused``: the last program of a row
-    finishes it, instead of another launch, whose warps are ``finish_warps``.
+    finishes it, instead of another launch, whose warps are ``finish_warps``.  ``bounded``: a launch finds the bounds.
     """
 
     row: bool
@@ -639,6 +687,7 @@ class TopkConfig:
     slack: int = 2
     room: int = 0
     fused: bool = False
+    bounded: bool = False
     finish_warps: int = 16
 
 
@@ -656,7 +705,7 @@ def choose_config(n: int, k: int, rows: int, target: Target) -> TopkConfig:
     # Programs of about as many elements as there are processors for, but not less than one access of a warp.
     share = n * rows // (2 * target.num_processors)
     block_cols = max(32, min(512, groups, _ceil_power_of_two(share // tall + 1)))
-    block_rows = min(_ceil_power_of_two(tall), max(1, 8192 // block_cols))
+    block_rows = max(min(_ceil_power_of_two(tall), 8192 // block_cols), 128 // block_cols, 1)
     threads = max(128, min(512, block_cols * block_rows // 16))
     return TopkConfig(
         row=False,
@@ -666,6 +715,7 @@ def choose_config(n: int, k: int, rows: int, target: Target) -> TopkConfig:
         block_rows=block_rows,
         room=max(1024, _ceil_power_of_two(2 * k)),
         finish_warps=512 // target.warp_size,
+        bounded=rows > 16,
     )
 
 
@@ -941,11 +991,24 @@ def _plan(
                 "SLACK": k * config.slack // 16,
                 "FUSED": config.fused,
                 "ONE_TILE": one_tile,
+                "BOUNDED": config.bounded,
+                "LANES": max(config.num_warps * target.warp_size, config.block_cols),
             },
             config.num_warps,
             config.num_stages,
         ),
     ]
+    if config.bounded:
+        spans = ("start", "end", "n", "size_1", "size_2", *(f"{end}_{i}" for end in ("start", "end") for i in range(3)))
+        launch = Launch(
+            _bound_kernel,
+            (rows,),
+            {**{name: reads[name] for name in spans}, "maxima": "maxima", "bounds": "bounds"},
+            {"K": k, "GROUPS": config.groups, "SLACK": k * config.slack // 16, "NUM_WARPS": config.finish_warps},
+            config.finish_warps,
+            1,
+        )
+        launches.insert(1, launch)
     if not config.fused:
         constexprs = {**about_x, **about_out, **finish, "NUM_WARPS": config.finish_warps}
         launches.append(

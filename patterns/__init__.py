@@ -9,6 +9,7 @@ from .match import KINDS, Match, Miss, Pattern, Recognised, Unmatched
 from .qk_rope import QK_ROPE_PATTERN
 from .rms_norm import RMS_NORM_PATTERN
 from .rope import ROPE_PATTERN
+from .router import ROUTER_PATTERN
 from .swiglu import SWIGLU_PATTERN
 from .topk import TOPK_PATTERN
 
@@ -25,8 +26,9 @@ PATTERNS: tuple[Pattern, ...] = (
     ROPE_PATTERN,
     # Their products and selections stand in none of the others' formulas, so that the order does not matter.
     SWIGLU_PATTERN,
+    ROUTER_PATTERN,
+    # Last: a product may be a part of a gated MLP, a selection one of a router.
     TOPK_PATTERN,
-    # Last: a product may be a part of a gated MLP.
     LINEAR_PATTERN,
 )
 

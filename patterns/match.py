@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ..kernels.operator import Operator
 from . import algebra
 
-KINDS = ("rms_norm", "rope", "swiglu", "attention", "topk", "linear")
+KINDS = ("rms_norm", "rope", "swiglu", "attention", "topk", "router", "linear")
 """The kinds of subgraph that reports count, in report order."""
 
 

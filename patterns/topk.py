@@ -5,9 +5,14 @@ Matches::
     values, indices = x.topk(k, dim, largest, sorted)            # both used, or either
     x.sort(dim, descending)[...][..., :k]                        # the first k of a sort or argsort
 
-A group-limited router, which picks groups by one top-k and experts inside of them by another, has a match for each.
+A group-limited router, which picks groups by one top-k and experts inside of them by another, has a match for each
+where it is not taken as a whole.
 
-Replaces with ``portable_ops::topk``.
+Replaces with ``portable_ops::topk``, or with ``portable_ops::topk_indices`` where the values are not used.  Then
+
+* indices are not sorted if nobody can tell (``order.py``);
+* -inf in front of ``start`` and from ``end`` on, wherever both come from (lengths, causal positions), is not filled in
+  but left out: ``x.masked_fill(arange >= lengths[:, None], -inf)``.
 
 Declines, of a sort: when it is stable (top-k promises no order among equal elements); when more than its first k
 elements are read, or other than the first; when the strides of the sort, which top-k does not have, can be seen: a
@@ -22,10 +27,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..kernels.topk import TOPK
-from . import algebra
-from .algebra import aten
-from .match import Match, Pattern, Unmatched, val
+from ..kernels.topk import TOPK, TOPK_INDICES
+from . import algebra, order
+from .algebra import aten, prims
+from .match import Call, Match, Pattern, Unmatched, val
 
 
 def match(anchor: fx.Node) -> Match | None:
@@ -95,11 +100,138 @@ def _is_view(node: fx.Node) -> bool:
 def _build(anchor: fx.Node, args: dict[str, Any], outputs: list[fx.Node | None]) -> Match | None:
     if outputs == [None, None]:
         return None
-    used = {"values": outputs[0], "indices": outputs[1]}
-    bound = {k: v for k, v in args.items() if k != "x"}
-    bound["used"] = " and ".join(name for name, node in used.items() if node is not None)
     inner = tuple(o.args[0] for o in outputs if o is not None and o.args[0] is not anchor)
+    if outputs[0] is None:
+        return _indices(anchor, args, outputs[1], inner)
+    used = "values" if outputs[1] is None else "values and indices"
+    bound = {**{k: v for k, v in args.items() if k != "x"}, "used": used}
     return Match("topk", "topk", anchor, TOPK, args, tuple(outputs), inner, bound)
 
 
-TOPK_PATTERN = Pattern("topk", "topk", lambda node: algebra.is_op(node, aten.topk, aten.sort), match)
+def _indices(anchor: fx.Node, args: dict[str, Any], indices: fx.Node, inner: tuple[fx.Node, ...]) -> Match:
+    """The match of a selection whose values nobody reads."""
+    args = {**args, "sorted": args["sorted"] and not order.is_free(indices, args["dim"])}
+    bound = {**{k: v for k, v in args.items() if k != "x"}, "used": "indices"}
+    alone = Match("topk", "topk", anchor, TOPK_INDICES, args, (indices,), inner, bound)
+    span = _span(args["x"], args["dim"]) if args["largest"] else None
+    if span is None:
+        return alone
+    x, ends, masks = span
+    args = {**args, "x": x, **ends}
+    bound = {**bound, "span": " and ".join(ends)}
+    return Match("topk", "topk", anchor, TOPK_INDICES, args, (indices,), (*inner, *masks), bound, instead=alone)
+
+
+# --- spans
+
+
+def _span(x: Any, dim: int) -> tuple[fx.Node, dict[str, Any], tuple[fx.Node, ...]] | None:
+    """Of ``x`` that is -inf outside of a span of the last dimension: the inside, start and end, the masked nodes."""
+    ends: dict[str, Any] = {}
+    masked: list[fx.Node] = []
+    while algebra.is_op(x, aten.where, aten.masked_fill) and dim % val(x).dim() == val(x).dim() - 1:
+        condition, inside, keeps = _filled(x)
+        found = None if inside is None else _ends(condition, val(x).shape[-1], keeps)
+        if not found or set(found) & set(ends) or not algebra.same_shape(val(inside).shape, val(x).shape):
+            break
+        ends |= found
+        masked.append(x)
+        x = inside
+    return (x, ends, tuple(masked)) if ends else None
+
+
+def _filled(x: fx.Node) -> tuple[Any, Any, bool]:
+    """The condition, what is not -inf, and whether that is where the condition holds."""
+    if algebra.is_op(x, aten.masked_fill):
+        return (x.args[1], x.args[0], False) if _is_lowest(x.args[2]) else (None, None, False)
+    condition, a, b = x.args
+    if _is_lowest(b) and isinstance(a, fx.Node):
+        return condition, a, True
+    return (condition, b, False) if _is_lowest(a) and isinstance(b, fx.Node) else (None, None, False)
+
+
+def _is_lowest(x: Any) -> bool:
+    """Whether ``x`` is -inf, as a number or a tensor that holds nothing else."""
+    x = algebra.strip_aliases(x)
+    while algebra.is_cast(x) or algebra.is_op(x, aten.expand, aten.view):
+        x = x.args[0]
+    if algebra.is_op(x, aten.full):
+        x = x.args[1]
+    elif algebra.is_op(x, aten.scalar_tensor):
+        x = x.args[0]
+    return isinstance(x, float) and x == -torch.inf
+
+
+_COMPARISONS = {aten.lt: "<", aten.le: "<=", aten.gt: ">", aten.ge: ">="}
+_OPPOSITE = {"<": ">=", "<=": ">", ">": "<=", ">=": "<"}
+_MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+
+
+def _ends(condition: Any, n: Any, keeps: bool) -> dict[str, Any] | None:
+    """Start and end of where ``condition`` holds (where it does not, unless ``keeps``), if it is about positions."""
+    condition = algebra.strip_aliases(condition)
+    if algebra.is_op(condition, aten.logical_not, aten.bitwise_not):
+        return _ends(condition.args[0], n, not keeps)
+    if algebra.is_op(condition, aten.logical_and, aten.bitwise_and):
+        parts = [part for part in condition.args if not _is_true(part)]  # as in triu
+        if len(parts) == 1:
+            return _ends(parts[0], n, keeps)
+    both = (aten.logical_and, aten.bitwise_and) if keeps else (aten.logical_or, aten.bitwise_or)
+    if algebra.is_op(condition, *both):
+        a, b = (_ends(part, n, keeps) for part in condition.args)
+        return None if a is None or b is None or set(a) & set(b) else {**a, **b}
+    sign = next((sign for op, sign in _COMPARISONS.items() if algebra.is_op(condition, op)), None)
+    if sign is None:
+        return None
+    position, limit = condition.args
+    if algebra.is_op(position, aten.sub) and isinstance(limit, int):  # position - row >= number
+        position, row = position.args
+        limit = None if (row := _per_row(row)) is None else Call(aten.add.Tensor, (row, limit))
+        if limit is None or not _is_position(position, n):
+            return None
+        return _limited(sign, limit, keeps)
+    if not _is_position(position, n):
+        position, limit, sign = limit, position, _MIRRORED[sign]
+    if not _is_position(position, n) or (limit := _per_row(limit)) is None:
+        return None
+    return _limited(sign, limit, keeps)
+
+
+def _is_true(x: Any) -> bool:
+    return algebra.is_op(x, aten.full) and x.args[1] is True
+
+
+def _limited(sign: str, limit: Any, keeps: bool) -> dict[str, Any]:
+    """The end of the span of positions that compare so with ``limit``."""
+    sign = sign if keeps else _OPPOSITE[sign]
+    if sign in ("<=", ">"):
+        limit = Call(aten.add.Tensor, (limit, 1))
+    return {"end" if sign in ("<", "<=") else "start": limit}
+
+
+def _is_position(x: Any, n: Any) -> bool:
+    """Whether ``x`` counts 0, 1, 2, ... along the last dimension, of ``n`` elements."""
+    x = algebra.strip_aliases(x)
+    while isinstance(x, fx.Node) and algebra.same_size(n, (*val(x).shape, 0)[val(x).dim() - 1]):
+        if algebra.is_op(x, prims.iota):
+            return algebra.argument(x, "start") == 0 and algebra.argument(x, "step") == 1
+        if not algebra.is_op(x, *algebra.RESHAPES, aten.expand):
+            return False
+        x = algebra.strip_aliases(x.args[0])
+    return False
+
+
+def _per_row(x: Any) -> Any:
+    """``x``, an integer for each row, without the last dimension; None if it is something else."""
+    if not isinstance(x, fx.Node) or not isinstance(x.meta.get("val"), torch.Tensor):
+        return None
+    while algebra.is_op(x, aten.expand) and val(x.args[0]).dim() == val(x).dim():
+        x = x.args[0]
+    if val(x).dtype not in (torch.int32, torch.int64):
+        return None
+    if val(x).dim() == 0:
+        return x
+    return Call(aten.squeeze.dim, (x, -1)) if algebra.same_size(val(x).shape[-1], 1) else None
+
+
+TOPK_PATTERN = Pattern("topk", "topk", lambda node: algebra.is_op(node, aten.topk, aten.sort), match, last=True)

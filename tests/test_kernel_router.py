@@ -56,7 +56,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
 
 
 def assert_routed(args: dict[str, Any], weights: Tensor, indices: Tensor) -> None:
-    """As the reference, or other experts of the same weights."""
+    """As the reference, but for experts whose choices are within a rounding of each other, and groups likewise."""
     expected, reference = ROUTER.reference(**args)
     assert (weights.dtype, weights.shape, indices.dtype) == (expected.dtype, expected.shape, torch.int64)
     assert weights.is_contiguous() and indices.is_contiguous()
@@ -66,9 +66,41 @@ def assert_routed(args: dict[str, Any], weights: Tensor, indices: Tensor) -> Non
     # A score is off by a rounding or two of float32; what is rounded to a shorter type may be one of its steps away.
     step = max(torch.finfo(args["score_dtype"]).eps, torch.finfo(expected.dtype).eps)
     tolerance = 2e-6 if step < 1e-6 else 2 * step
-    torch.testing.assert_close(weights, expected, rtol=tolerance, atol=1e-9, equal_nan=True)
+    clear = clear_choices(args, tolerance)
     if args["logits"].dtype == FP32 and args["score_dtype"] == FP32:
-        assert (indices == reference).double().mean() > 0.95
+        assert clear.double().mean() > 0.9, "a test of next to nothing"
+        assert (indices == reference)[clear].all()
+    # By their scores alone, experts that change places have the same weights.
+    judged = clear if args["bias"] is not None or args.get("groups", 1) > 1 else slice(None)
+    torch.testing.assert_close(weights[judged], expected[judged], rtol=tolerance, atol=1e-9, equal_nan=True)
+
+
+def clear_choices(args: dict[str, Any], tolerance: float) -> Tensor:
+    """The tokens of which no two neighbours in rank, one of them chosen, are as close as that."""
+    logits, experts = args["logits"], args["logits"].shape[1]
+    scores = logits.float()
+    scores = {"softmax": scores.softmax(-1), "sigmoid": scores.sigmoid(), "none": scores}[
+        args.get("scoring", "softmax")
+    ]
+    choice = scores.to(args["score_dtype"]).float()
+    choice = choice if args["bias"] is None else choice + args["bias"]
+    clear = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+    if args.get("groups", 1) > 1:
+        groups = choice.unflatten(-1, (args["groups"], -1)).topk(args.get("group_best", 1), -1)[0].sum(-1)
+        clear &= apart(groups, args["top_groups"], tolerance, order=False)
+        best = groups.topk(args["top_groups"], -1)[1]
+        chosen = torch.zeros_like(groups, dtype=torch.bool).scatter(-1, best, True)
+        choice = choice.masked_fill(~chosen.repeat_interleave(experts // args["groups"], -1), args.get("fill", 0.0))
+    return clear & apart(choice, args["k"], tolerance, order=True)
+
+
+def apart(x: Tensor, k: int, tolerance: float, order: bool) -> Tensor:
+    """Rows whose ``k`` largest differ from the next one, and from each other where their ``order`` counts."""
+    ranked = x.sort(-1, descending=True)[0]
+    gaps = ranked[:, :-1] - ranked[:, 1:]
+    near = gaps <= 2 * tolerance * ranked[:, :-1].abs()
+    near = near[:, 0 if order else k - 1 : k]
+    return ~near.any(-1)
 
 
 def check(interpret, args: dict[str, Any], config: RouterConfig | None = None, arch: str = "sm_90") -> None:

@@ -22,7 +22,12 @@ INTEGERS = [torch.int32, torch.int16, torch.int8, torch.uint8]
 
 SMALL = TopkConfig(row=False, num_warps=4, groups=64, block_cols=32, block_rows=4, room=128, finish_warps=4, run=8)
 """A tournament that rows of a few hundred elements are long enough for, and k up to 64."""
-WAYS = {"row": None, "tournament": SMALL, "fused": dataclasses.replace(SMALL, fused=True)}
+WAYS = {
+    "row": None,
+    "tournament": SMALL,
+    "bounded": dataclasses.replace(SMALL, bounded=True),
+    "fused": dataclasses.replace(SMALL, fused=True),
+}
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -309,6 +314,9 @@ def test_configurations_are_possible(arch: str) -> None:
                     assert config.groups >= 2 * k and config.room >= 2 * k
                     assert config.groups % config.block_cols == 0
                     assert config.block_cols * config.block_rows <= 2**15  # two counters in one number
+                    # A lane notes its keys in the bits of a positive number.
+                    lanes = max(config.block_cols, config.num_warps * target.warp_size)
+                    assert 1 <= config.block_cols * config.block_rows // lanes <= 24
 
 
 def test_variants() -> None:
