@@ -205,18 +205,10 @@ def _row_offset(row, size_1, size_2, stride_0, stride_1, stride_2):
 
 
 @jit
-def _span(
-    row, start, end, n, size_1, size_2, start_0, start_1, start_2, end_0, end_1, end_2,
-):
-    """The first element of a row that counts, and how many do."""
-    first = 0
-    last = n
-    if start is not None:
-        at = _row_offset(row, size_1, size_2, start_0, start_1, start_2)
-        first = tl.minimum(tl.maximum(tl.load(start + at), 0), n).to(tl.int32)
-    if end is not None:
-        at = _row_offset(row, size_1, size_2, end_0, end_1, end_2)
-        last = tl.minimum(tl.maximum(tl.load(end + at), 0), n).to(tl.int32)
+def _clipped(first, last, n):
+    """The first element of a row that counts, and how many do, where they are said to end before ``last``."""
+    first = tl.minimum(tl.maximum(first, 0), n).to(tl.int32)
+    last = tl.minimum(tl.maximum(last, 0), n).to(tl.int32)
     return first, tl.maximum(last - first, 0)
 
 
@@ -352,9 +344,12 @@ def _row_kernel(
 ):
     """A program holds one row, folded to BLOCK_COLS columns of BLOCK_ROWS elements."""
     row = tl.program_id(0)
-    first, length = _span(
-        row, start, end, n, size_1, size_2, start_0, start_1, start_2, end_0, end_1, end_2
-    )
+    first, last = 0, n  # loaded here: to Inductor a function's results depend on the memory that it is given
+    if start is not None:
+        first = tl.load(start + _row_offset(row, size_1, size_2, start_0, start_1, start_2))
+    if end is not None:
+        last = tl.load(end + _row_offset(row, size_1, size_2, end_0, end_1, end_2))
+    first, length = _clipped(first, last, n)
     x_row = x + _row_offset(row, size_1, size_2, x_0, x_1, x_2)
     out_row = _row_offset(row, size_1, size_2, out_0, out_1, out_2)
     indices_row = indices + out_row
@@ -399,9 +394,12 @@ def _group_maxima_kernel(
     """The largest key of each of BLOCK_COLS groups of a row; the first program of a row clears the row's counters."""
     row = tl.program_id(0) // (GROUPS // BLOCK_COLS)
     block = tl.program_id(0) % (GROUPS // BLOCK_COLS)
-    first, length = _span(
-        row, start, end, n, size_1, size_2, start_0, start_1, start_2, end_0, end_1, end_2
-    )
+    first, last = 0, n
+    if start is not None:
+        first = tl.load(start + _row_offset(row, size_1, size_2, start_0, start_1, start_2))
+    if end is not None:
+        last = tl.load(end + _row_offset(row, size_1, size_2, end_0, end_1, end_2))
+    first, length = _clipped(first, last, n)
     x_row = x + _row_offset(row, size_1, size_2, x_0, x_1, x_2)
     if block == 0:
         tl.store(counters + row.to(tl.int64) * COUNTERS + tl.arange(0, 4), tl.zeros([4], tl.int32))
@@ -430,9 +428,12 @@ def _bound_kernel(
 ):
     """The bound of one row."""
     row = tl.program_id(0)
-    _, length = _span(
-        row, start, end, n, size_1, size_2, start_0, start_1, start_2, end_0, end_1, end_2
-    )
+    first, last = 0, n
+    if start is not None:
+        first = tl.load(start + _row_offset(row, size_1, size_2, start_0, start_1, start_2))
+    if end is not None:
+        last = tl.load(end + _row_offset(row, size_1, size_2, end_0, end_1, end_2))
+    _, length = _clipped(first, last, n)
     bound = _bound(maxima + row.to(tl.int64) * GROUPS, tl.minimum(length, K), GROUPS, SLACK)
     tl.store(bounds + row, bound)
 
@@ -474,6 +475,30 @@ def _write_down_equal(keys, valid, index, bound, counters_row, equal_row, K: tl.
 
 
 @jit
+def _filter_tiles(
+    offset, column, first, length, bound, counters_row, above_row, equal_row, x_row, x_step,
+    K: tl.constexpr, LARGEST: tl.constexpr, X_UNIT: tl.constexpr, ROOM: tl.constexpr,
+    LANES: tl.constexpr, STEP: tl.constexpr, PER: tl.constexpr, STRIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
+):
+    """Write down what lies above the bound in tiles STRIDE apart, and if anything equals it, that as well."""
+    equals = tl.zeros([LANES], tl.int32)
+    for at in tl.range(0, length, STRIDE, num_stages=NUM_STAGES):
+        valid = at + offset < length
+        keys = _keys(tl.load(x_row + _steps(first + at + offset, x_step, X_UNIT), mask=valid), valid, LARGEST)
+        equals += tl.sum((keys == bound).to(tl.int32), axis=1)
+        _write_down(
+            keys, at + column, bound, first, counters_row, above_row, x_row, x_step,
+            LARGEST, X_UNIT, ROOM, STEP, PER,
+        )
+    if tl.max(equals) > 0:  # seldom
+        for at in range(0, length, STRIDE):
+            valid = at + offset < length
+            index = first + at + offset
+            keys = _keys(tl.load(x_row + _steps(index, x_step, X_UNIT), mask=valid), valid, LARGEST)
+            _write_down_equal(keys, valid, index, bound, counters_row, equal_row, K)
+
+
+@jit
 def _filter_kernel(
     x, start, end, maxima, counters, bounds, above, equal, indices, values, packed,
     n, size_1, size_2, x_step, out_step,
@@ -489,9 +514,12 @@ def _filter_kernel(
     blocks: tl.constexpr = GROUPS // BLOCK_COLS
     row = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
-    first, length = _span(
-        row, start, end, n, size_1, size_2, start_0, start_1, start_2, end_0, end_1, end_2
-    )
+    first, last = 0, n
+    if start is not None:
+        first = tl.load(start + _row_offset(row, size_1, size_2, start_0, start_1, start_2))
+    if end is not None:
+        last = tl.load(end + _row_offset(row, size_1, size_2, end_0, end_1, end_2))
+    first, length = _clipped(first, last, n)
     x_row = x + _row_offset(row, size_1, size_2, x_0, x_1, x_2)
     wide_row = row.to(tl.int64)
     above_row, equal_row = above + wide_row * ROOM, equal + wide_row * K_CEIL
@@ -521,21 +549,10 @@ def _filter_kernel(
         if tl.max(((keys == bound) & valid).to(tl.int32)) > 0:
             _write_down_equal(keys, valid, first + offset, bound, counters_row, equal_row, K)
     else:
-        equals = tl.zeros([LANES], tl.int32)
-        for at in tl.range(0, length, BLOCK_ROWS * GROUPS, num_stages=NUM_STAGES):
-            valid = at + offset < length
-            keys = _keys(tl.load(x_row + _steps(first + at + offset, x_step, X_UNIT), mask=valid), valid, LARGEST)
-            equals += tl.sum((keys == bound).to(tl.int32), axis=1)
-            _write_down(
-                keys, at + column, bound, first, counters_row, above_row, x_row, x_step,
-                LARGEST, X_UNIT, ROOM, step, per,
-            )
-        if tl.max(equals) > 0:  # seldom
-            for at in range(0, length, BLOCK_ROWS * GROUPS):
-                valid = at + offset < length
-                index = first + at + offset
-                keys = _keys(tl.load(x_row + _steps(index, x_step, X_UNIT), mask=valid), valid, LARGEST)
-                _write_down_equal(keys, valid, index, bound, counters_row, equal_row, K)
+        _filter_tiles(
+            offset, column, first, length, bound, counters_row, above_row, equal_row, x_row, x_step,
+            K, LARGEST, X_UNIT, ROOM, LANES, step, per, BLOCK_ROWS * GROUPS, NUM_STAGES,
+        )
     if FUSED:
         tl.debug_barrier()  # all threads have written
         arrived = tl.atomic_add(counters_row + 2, 1, sem="acq_rel")
@@ -557,9 +574,12 @@ def _finish_kernel(
 ):
     """Select among what was written down of a row."""
     row = tl.program_id(0)
-    first, length = _span(
-        row, start, end, n, size_1, size_2, start_0, start_1, start_2, end_0, end_1, end_2
-    )
+    first, last = 0, n
+    if start is not None:
+        first = tl.load(start + _row_offset(row, size_1, size_2, start_0, start_1, start_2))
+    if end is not None:
+        last = tl.load(end + _row_offset(row, size_1, size_2, end_0, end_1, end_2))
+    first, length = _clipped(first, last, n)
     x_row = x + _row_offset(row, size_1, size_2, x_0, x_1, x_2)
     above_row, equal_row = above + row.to(tl.int64) * ROOM, equal + row.to(tl.int64) * K_CEIL
     wanted = tl.minimum(length, K)
@@ -568,19 +588,6 @@ def _finish_kernel(
         size_1, size_2, x_step, out_step, out_0, out_1, out_2, start is not None or end is not None,
         K, K_CEIL, LARGEST, SORTED, RUN, X_UNIT, OUT_UNIT, ROOM, FINISH_COLS, COUNTERS,
     )
-
-
-@jit
-def _count_reaching(
-    middle, x_row, slots, first, length, x_step, LARGEST: tl.constexpr, X_UNIT: tl.constexpr, ROOM: tl.constexpr,
-):
-    """How many keys of a row are at least ``middle``, ROOM elements at a time."""
-    count = tl.full([], 0, tl.int32)
-    for at in range(0, length, ROOM):
-        valid = at + slots < length
-        x = tl.load(x_row + _steps(first + at + slots, x_step, X_UNIT), mask=valid)
-        count += tl.sum((_keys(x, valid, LARGEST) >= middle).to(tl.int32))
-    return count
 
 
 @jit
@@ -619,7 +626,11 @@ def _select_again(
     low, high, over = bound, tl.full([], 2147483647, tl.int32), tl.full([], 0, tl.int32)
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)
-        count = _count_reaching(middle, x_row, slots, first, length, x_step, LARGEST, X_UNIT, ROOM)
+        count = tl.full([], 0, tl.int32)
+        for at in range(0, length, ROOM):
+            valid = at + slots < length
+            x = tl.load(x_row + _steps(first + at + slots, x_step, X_UNIT), mask=valid)
+            count += tl.sum((_keys(x, valid, LARGEST) >= middle).to(tl.int32))
         low, high, over = _narrowed(low, high, over, middle, count, wanted, 0)
     _store_row(
         first, length, low, over, wanted, length, ROOM // COLS, COLS,
@@ -704,9 +715,9 @@ def choose_config(n: int, k: int, rows: int, target: Target) -> TopkConfig:
     tall = ceil_div(n, groups)
     # Programs of about as many elements as there are processors for, but not less than one access of a warp.
     share = n * rows // (2 * target.num_processors)
-    block_cols = max(32, min(512, groups, _ceil_power_of_two(share // tall + 1)))
-    block_rows = max(min(_ceil_power_of_two(tall), 8192 // block_cols), 128 // block_cols, 1)
-    threads = max(128, min(512, block_cols * block_rows // 16))
+    block_cols = max(32, min(256, groups, _ceil_power_of_two(share // tall + 1)))
+    block_rows = max(min(_ceil_power_of_two(tall), 4096 // block_cols), 128 // block_cols, 1)
+    threads = max(128, min(256, block_cols * block_rows // 16))
     return TopkConfig(
         row=False,
         num_warps=threads // target.warp_size,

@@ -608,3 +608,42 @@ def test_nothing_stays_patched(generate: Callable[..., Generated]) -> None:
     generate(lambda x, w: norm(x, w), (4, 4096), (4096,))
     assert (dict(vars(triton_kernel_wrap)), config.get_config_copy()) == before
     assert not torch.cuda.is_available()
+
+
+SELECTIONS = {
+    "a row to a program": ((4096, 8192), ["_row_kernel"]),
+    "several programs to a row": ((2, 131072), ["_group_maxima_kernel", "_filter_kernel", "_finish_kernel"]),
+    "many rows": (
+        (64, 131072),
+        ["_group_maxima_kernel", "_bound_kernel", "_filter_kernel", "_finish_kernel"],
+    ),
+}
+
+
+@pytest.mark.parametrize("sorted", [False, True])
+@pytest.mark.parametrize(("shape", "kernels"), SELECTIONS.values(), ids=SELECTIONS)
+def test_selections(generate: Callable[..., Generated], shape: tuple, kernels: list[str], sorted: bool) -> None:
+    made = generate(lambda x: torch.topk(x, 2048, sorted=sorted)[1], (*shape, torch.float32))
+    assert made.report.rewritten["topk"] == 1 and "aten.topk" not in made.call and "triton_" not in made.call
+    assert re.findall(r"^ +(_\w+_kernel)_\d+\.run", made.call, re.MULTILINE) == kernels
+    assert "copy_(" not in made.call and "clone" not in made.call
+
+
+def test_a_span_is_an_argument(generate: Callable[..., Generated]) -> None:
+    def longest(x: Tensor, lengths: Tensor) -> Tensor:
+        outside = torch.arange(131072, device=x.device) >= lengths.unsqueeze(1)
+        return x.masked_fill(outside, -torch.inf).topk(2048)[1]
+
+    made = generate(longest, (2, 131072, torch.float32), (2, torch.int64))
+    assert made.report.rewritten["topk"] == 1
+    assert "triton_" not in made.call, "a mask is made"
+
+
+def test_a_router(generate: Callable[..., Generated]) -> None:
+    def router(logits: Tensor) -> tuple[Tensor, Tensor]:
+        weights, experts = torch.topk(logits.softmax(-1, dtype=torch.float32), 8, dim=-1)
+        return weights / weights.sum(-1, keepdim=True), experts
+
+    made = generate(router, ("tokens", 128))
+    assert made.report.rewritten["router"] == 1 and len(made.launches("_router_kernel")) == 1
+    assert "triton_" not in made.call and "aten.topk" not in made.call
