@@ -33,16 +33,16 @@ def is_free(indices: fx.Node, dim: int) -> bool:
     """Whether everybody reads ``indices``, which a selection lists along ``dim``, without seeing their order."""
     rank = indices.meta["val"].dim()
     labels = {indices: tuple(_SELECTED if d == dim % rank else d for d in range(rank))}
-    work = [indices]
-    while work:
-        node = work.pop()
-        for user in node.users:
-            found = _after(user, labels) if user.op == "call_function" else None
-            if found is None or len(labels) > _FEW:
-                return False
-            if _SELECTED in found and labels.get(user) != found:
-                labels[user] = found
-                work.append(user)
+    readers = set(indices.users)
+    while readers:
+        reader = min(readers)  # in the order of the graph, so that all that it reads is known
+        readers.remove(reader)
+        found = _after(reader, labels) if reader.op == "call_function" else None
+        if found is None or len(labels) > _FEW:
+            return False
+        if _SELECTED in found:
+            labels[reader] = found
+            readers.update(reader.users)
     return True
 
 
