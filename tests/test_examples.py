@@ -11,7 +11,7 @@ import pytest
 import torch
 from portable_ops.inductor_ext import explain
 
-from examples import llama
+from examples import llama, sparse_attention
 
 EXAMPLES = sorted(path for path in Path(llama.__file__).parent.glob("*.py") if path.name != "__init__.py")
 each_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -66,3 +66,33 @@ def test_every_norm_and_attention_is_recognised(module: str, device: str) -> Non
     assert report.counts["rms_norm"] == 2 * layers + 1
     assert report.counts["attention"] == layers
     assert not report.graph_breaks
+
+
+def test_sparse_attention_over_everything_is_attention() -> None:
+    torch.manual_seed(0)
+    model, (x, _) = sparse_attention.make_model("tiny", batch=2, dtype=torch.float64)
+    c = model.config
+    xs = torch.randn(c.k, *x.shape, dtype=torch.float64)
+    sparse = sparse_attention.decode(model, xs)[-1]  # the k positions that there are, all of them chosen
+    keys = model.kv(xs).transpose(0, 1)
+    q = model.q(xs[-1]).view(2, c.num_heads, 1, c.head_dim)
+    expanded = keys.unsqueeze(1).expand(-1, c.num_heads, -1, -1)
+    dense = torch.nn.functional.scaled_dot_product_attention(q, expanded, expanded)
+    torch.testing.assert_close(sparse, model.out(dense.flatten(1)))
+
+
+def test_sparse_attention_selects_without_sorting_or_masking() -> None:
+    torch.manual_seed(0)
+    model, inputs = sparse_attention.make_model("tiny", batch=2)
+    with torch.no_grad():
+        report = explain(model, gate="always")(*inputs)
+        expected = model(*inputs)
+        options = {"portable_ops.gate": "always"}
+        torch.testing.assert_close(torch.compile(model, backend="portable_ops", options=options)(*inputs), expected)
+    (site,) = [site for site in report.sites if site.kind == "topk"]
+    assert site.decision == "rewritten"
+    assert {name: site.bound[name] for name in ("sorted", "span", "used")} == {
+        "sorted": "False",
+        "span": "end",
+        "used": "indices",
+    }
