@@ -81,7 +81,8 @@ def decide(match: Match, target: Target, settings: Settings, *, training: bool, 
     if settings.gate == "measure":
         from .measure import measured
 
-        verdict = measured(match, target)
+        # What a span leaves out depends on the data, so that it is measured as if it left out nothing.
+        verdict = measured(match.instead if "span" in match.bound else match, target)
     else:
         verdict = look_up(match.operator.name, values, match.bound, target)
     # Neither kind of measurement has the nodes around the match.

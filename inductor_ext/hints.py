@@ -88,6 +88,8 @@ HINTS: tuple[tuple[str, str], ...] = (
     ),
     ("a piece of a sort is returned", "call torch.topk"),
     ("the number of elements taken", "make k a number that the graph is specialised for"),
+    # router
+    ("its weights are the choices themselves", "gather the weights from the scores: scores.gather(1, indices)"),
     # the gate
     ("no measurement on", 'set "portable_ops.gate" to "measure", which takes one, or to "always"'),
     ("a training graph", "run under torch.no_grad() or torch.inference_mode()"),

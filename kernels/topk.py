@@ -749,6 +749,8 @@ def topk_supports(
     """None, or in one line which argument stands in the way and what would be needed."""
     if x.dtype in _UNORDERED:
         return f"x is {x.dtype}, of which torch.topk takes none"
+    if torch.are_deterministic_algorithms_enabled():
+        return "deterministic algorithms are asked for, and which of equal elements are taken may change between runs"
     return check_target(target) or _selection_reason(x, k, dim)
 
 

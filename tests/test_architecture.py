@@ -16,7 +16,7 @@ LAYERS = ("kernels", "patterns", "inductor_ext")
 
 SHARED = {
     "kernels": {"launch", "target", "operator", "activation", "rotation", "rounding"},
-    "patterns": {"algebra", "match"},
+    "patterns": {"algebra", "match", "order"},
 }
 """What modules of a layer may import from their own layer; inductor_ext may import all of its own."""
 

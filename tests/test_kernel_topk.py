@@ -273,6 +273,17 @@ def test_other_targets() -> None:
     assert TOPK.supports(**args, target=named_target("sm_75")) is not None
 
 
+def test_deterministic_algorithms() -> None:
+    x = normal(2, 9)
+    torch.use_deterministic_algorithms(True)
+    try:
+        reason = TOPK_INDICES.supports(x, 2, target=SM90)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert reason is not None and reason.startswith("deterministic algorithms are asked for")
+    assert TOPK_INDICES.supports(x, 2, target=SM90) is None
+
+
 def test_opcheck() -> None:
     x = normal(3, 4, 9)
     for args in ({"k": 3}, {"k": 2, "dim": 0, "sorted": False}, {"k": 9, "largest": False}):
