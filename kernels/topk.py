@@ -1005,7 +1005,10 @@ def _plan(
                 "FUSED": config.fused,
                 "ONE_TILE": one_tile,
                 "BOUNDED": config.bounded,
-                "LANES": max(config.num_warps * target.warp_size, config.block_cols),
+                "LANES": min(
+                    config.block_rows * config.block_cols,
+                    max(config.num_warps * target.warp_size, config.block_cols),
+                ),
             },
             config.num_warps,
             config.num_stages,
