@@ -382,12 +382,17 @@ def choose_config(n_tokens: int, q_heads: int, k_heads: int, head_dim: int, targ
     1 % of the best of 40.
     """
     vectors = max(1, _power_of_two(head_dim) // 8)  # accesses of 16 bytes for one head of a short type
-    enough = n_tokens * (q_heads + k_heads) > 64 * target.num_processors
-    block_heads = min(_power_of_two(max(q_heads, k_heads)), max(1, (128 if enough else 64) // vectors))
+    accesses = 64 if _is_few(n_tokens, q_heads, k_heads, target) else 128
+    block_heads = min(_power_of_two(max(q_heads, k_heads)), max(1, accesses // vectors))
     while block_heads > 1 and sum(-heads % block_heads for heads in (q_heads, k_heads)) * 4 > q_heads + k_heads:
         block_heads //= 2  # a quarter of the rows at most is beside the heads
     threads = max(target.warp_size, block_heads * vectors // 2)
     return RotationConfig(1, block_heads, max(1, min(8, _power_of_two(threads) // target.warp_size)))
+
+
+def _is_few(n_tokens: IntLike, q_heads: int, k_heads: int, target: Target) -> bool:
+    """Whether programs are too few for all processors to be busy."""
+    return hint(n_tokens) * (q_heads + k_heads) <= 64 * target.num_processors
 
 
 def _power_of_two(n: int) -> int:
@@ -671,7 +676,10 @@ def rotation_plan(rotation: Rotation, target: Target, variant: str, config: Rota
     blocks += ceil_div(k_heads, config.block_heads) * (1 if append is None else 2)
     grid = (ceil_div(n_tokens, config.block_tokens) * blocks,)
     launch = Launch(rotation_kernel, grid, args, constexprs, config.num_warps)
-    return Plan(variant, (launch,), outputs, mutated=() if append is None else ("k_cache", "v_cache"))
+    tokens = "few" if _is_few(n_tokens, q_heads, k_heads, target) else "many"
+    why = f"{config.block_heads} heads to a program: {tokens} tokens"
+    mutated = () if append is None else ("k_cache", "v_cache")
+    return Plan(variant, (launch,), outputs, mutated=mutated, why=why)
 
 
 def _cache_numbers(append: Append | None) -> dict[str, IntLike]:

@@ -382,7 +382,8 @@ def router_plan(
         1,
     )
     outputs = {"weights": Buffer((tokens, k), weight_dtype), "indices": Buffer((tokens, k), torch.int64)}
-    return Plan("portable.rows", (launch,), outputs)
+    why = "the scores of a token fit the registers of one warp"
+    return Plan("portable.rows", (launch,), outputs, why=why)
 
 
 ROUTER = define_operator(

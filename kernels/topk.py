@@ -958,7 +958,8 @@ def _plan(
         launch = Launch(
             _row_kernel, (rows,), {**reads, **writes}, {**about_x, **about_out, **tile}, config.num_warps, 1
         )
-        return Plan("portable.row", (launch,), outputs, scratch)
+        why = f"a row of {hint(n)} elements fits the registers of one program"
+        return Plan("portable.row", (launch,), outputs, scratch, why=why)
 
     blocks = config.groups // config.block_cols
     kept = {name: name for name in ("counters", "bounds", "above", "equal")}
@@ -1030,7 +1031,8 @@ def _plan(
         launches.append(
             Launch(_finish_kernel, (rows,), {**reads, **writes, **kept}, constexprs, config.finish_warps, 1)
         )
-    return Plan("portable.tournament", tuple(launches), outputs, scratch)
+    why = "a row is long enough for several programs, or too long for the registers of one"
+    return Plan("portable.tournament", tuple(launches), outputs, scratch, why=why)
 
 
 TOPK = define_operator(
