@@ -16,8 +16,11 @@ import torch
 from ..kernels.attention import ATTENTION
 from ..kernels.linear import GATED_LINEAR, LINEAR, QKV_LINEAR
 from ..kernels.operator import Operator, check_target
+from ..kernels.qk_rope import QK_ROPE, QK_ROPE_APPEND
 from ..kernels.rms_norm import ADD_RMS_NORM, RMS_NORM
+from ..kernels.router import ROUTER
 from ..kernels.target import DEFAULT_ARCH, Target, device_target, named_target
+from ..kernels.topk import TOPK, TOPK_INDICES
 from . import gate
 from . import inductor_compat as inductor
 from .report import reports, versions
@@ -90,7 +93,7 @@ def _variants(target: Target) -> Iterator[Finding]:
             why = f": {plan.why}" if plan.why else ""
             yield Finding("variants", name, "ok", f"{plan.variant} on {target.arch}{why}")
         else:
-            yield Finding("variants", name, "off", reason or "there is no kernel for it yet")
+            yield Finding("variants", name, "off", reason or operator.no_kernel)
 
 
 def _calls() -> Iterator[tuple[str, Operator, dict[str, Any]]]:
@@ -124,6 +127,17 @@ def _calls() -> Iterator[tuple[str, Operator, dict[str, Any]]]:
         GATED_LINEAR,
         GATED_LINEAR.bind((row, weight, weight), dict.fromkeys(("act_dtype", "out_dtype"), row.dtype)),
     )
+    turn = dict.fromkeys(("compute_dtype", "product_dtype", "out_dtype"), row.dtype)
+    turn |= {"pairing": "half", "out_pairing": "half", "rotary_dim": 128}
+    q, k, v, table = tensor(1, 32, 1, 128), tensor(1, 8, 1, 128), tensor(1, 8, 1, 128), tensor(1, 1, 1, 128)
+    cache, position = tensor(1, 8, 4096, 128), tensor(dtype=torch.int64)
+    yield "qk_rope", QK_ROPE, QK_ROPE.bind((q, k, table, table), turn)
+    appended = (q, k, v, table, table, cache, cache, position)
+    yield "qk_rope_append", QK_ROPE_APPEND, QK_ROPE_APPEND.bind(appended, {**turn, "dim": 2})
+    yield "topk", TOPK, TOPK.bind((tensor(64, 4096), 64), {})
+    yield "topk_indices, long rows", TOPK_INDICES, TOPK_INDICES.bind((tensor(1, 131072), 2048), {})
+    dtypes = dict.fromkeys(("score_dtype", "weight_dtype"), torch.float32)
+    yield "router", ROUTER, ROUTER.bind((tensor(64, 128),), {"k": 8, **dtypes})
 
 
 def _caches() -> Iterator[Finding]:

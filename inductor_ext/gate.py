@@ -73,7 +73,7 @@ def decide(match: Match, target: Target, settings: Settings, *, training: bool, 
     if settings.gate == "always":
         return Verdict(True, "gate=always")
     if match.operator.plan is None:
-        return Verdict(False, "recognised; there is no kernel for it yet")
+        return Verdict(False, f"recognised; {match.operator.no_kernel}")
     if training:
         return Verdict(False, "a training graph: stock saves less for backward than a rewrite would")
     if match.shared():

@@ -23,7 +23,8 @@ class Operator:
     ``op``: the overload that stands in graphs.  ``reference(*args)``: plain torch, any device.
     ``supports(*args, target=...)``: None, or why no kernel here can do it, in one line; works on fake and
     meta tensors.  ``plan(*args, target=...)``: the launches; only called when ``supports`` said None; None for an
-    operator that has no kernel yet, only its meaning.  ``params``: the operator's argument names in order.
+    operator that has no kernel, only its meaning.  ``params``: the operator's argument names in order.  ``no_kernel``:
+    why there is none, in one line.
 
     An op is functional, but for the operands that its schema declares to be written (``Tensor(a!) cache``).
     """
@@ -33,6 +34,7 @@ class Operator:
     supports: Callable[..., str | None]
     plan: Callable[..., Plan] | None
     params: tuple[str, ...]
+    no_kernel: str = "there is no kernel for it yet"
 
     @property
     def name(self) -> str:
@@ -61,6 +63,7 @@ def define_operator(
     plan: Callable[..., Plan] | None = None,
     fake: Callable[..., Any] | None = None,
     autocast: bool = False,
+    no_kernel: str = Operator.no_kernel,
 ) -> Operator:
     """Define the torch op ``schema`` (``"my_namespace::my_op(Tensor x, ...) -> Tensor"``).
 
@@ -73,7 +76,7 @@ def define_operator(
     torch.library.define(qualname, "(" + arguments, tags=(torch.Tag.pt2_compliant_tag,))
     namespace, name = qualname.split("::")
     op = getattr(getattr(torch.ops, namespace), name).default
-    operator = Operator(op, reference, supports, plan, tuple(a.name for a in op._schema.arguments))
+    operator = Operator(op, reference, supports, plan, tuple(a.name for a in op._schema.arguments), no_kernel)
 
     def on_gpu(*args: Any, **kwargs: Any) -> Any:
         bound = operator.bind(args, kwargs)

@@ -18,13 +18,17 @@ def test_everything_is_looked_at_once() -> None:
     variants = {f.name: f for f in findings if f.part == "variants"}
     assert "head_dim 512" in variants["attention, head_dim 512"].words
     if not torch.cuda.is_available():
-        whys = {name: variants[name].words for name in ("rms_norm, long rows", "attention, prompt", "linear")}
+        whys = {
+            name: variants[name].words
+            for name in ("rms_norm, long rows", "attention, prompt", "linear", "qk_rope_append")
+        }
         assert whys == {
             "rms_norm, long rows": "two_pass on sm_90: a row of 65536 elements does not fit into the registers of one "
             "program",
             "attention, prompt": "portable.prefill on sm_90: more than 64 rows of queries read the keys of a head, so "
             "each block of them reads them anew",
             "linear": "portable.stream on sm_90: one row: the weights are read once and multiplied as they come",
+            "qk_rope_append": "rotation + append on sm_90: 4 heads to a program: few tokens",
         }
         decoding = [variants[name].words for name in ("attention, decoding", "attention, decoding, long cache")]
         assert decoding == [

@@ -888,7 +888,7 @@ def test_recognised_and_left_alone_by_default(tracing: ModuleType) -> None:
     model, x = GatedMLP(F.silu), tensor(2, 9, 16)
     found = traced(tracing, model, x, gate="table")
     (site,) = found.report.sites
-    assert (site.decision, site.reason) == ("declined", "recognised; there is no kernel for it yet")
+    assert (site.decision, site.reason) == ("declined", f"recognised; {SWIGLU.no_kernel}")
     assert found.after == found.before
 
 
