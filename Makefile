@@ -23,7 +23,7 @@ JOBS ?= $(if $(shell nvidia-smi -L 2>/dev/null),0,auto)
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-BENCHMARKS := decode_attention prefill_attention rms_norm linear llama pass_speed
+BENCHMARKS := decode_attention prefill_attention rms_norm linear rope topk llama pass_speed
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format bench-smoke performance clean
