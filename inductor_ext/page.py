@@ -26,7 +26,8 @@ COLOURS = {
     "router": "#999999",
     "linear": "#56B4E9",
 }
-"""Okabe and Ito's palette, which colour-blind readers tell apart; a kind of a third party's gets vermilion."""
+"""Okabe and Ito's palette, which colour-blind readers tell apart, with grey for its black, on which nothing could be
+read; a kind of a third party's gets vermilion."""
 
 OTHER_COLOUR = "#D55E00"
 

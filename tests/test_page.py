@@ -269,7 +269,7 @@ def test_keys_are_enough(page: Any) -> None:
 
 def test_kinds_are_told_apart_without_colour() -> None:
     # Okabe and Ito's colours; each box also carries its kind in words, and what became of it in its border.
-    palette = {"#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"}
+    palette = {"#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999"}
     assert {*pages.COLOURS.values(), pages.OTHER_COLOUR} <= palette
     assert len({*pages.COLOURS.values(), pages.OTHER_COLOUR}) == len(pages.COLOURS) + 1
 
