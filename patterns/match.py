@@ -175,6 +175,8 @@ class Match:
         graph = self.anchor.graph
         inputs = self.inputs()
         users = {u for o in self.outputs if o is not None for u in o.users}
+        if not {*inputs}.isdisjoint(self.outputs):
+            raise Unmatched("an argument is itself one of the results")
         if users:
             first_user = min(users)
             for node in _late(inputs, first_user, users):

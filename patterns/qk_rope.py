@@ -77,7 +77,9 @@ def _partner(first: Match) -> Match:
             second = rope.match(node)
         except Unmatched:
             continue
-        if second is not None and second.outputs != first.outputs and _share_tables(first, second):
+        if second is None or second.outputs == first.outputs or first.outputs[0] in second.inputs():
+            continue
+        if _share_tables(first, second):
             _check_together(first, second)
             return second
     raise Unmatched("no second rotation by the same cosine and sine follows")
@@ -129,29 +131,39 @@ class _Normed:
 
 
 def _norms(rotations: tuple[Match, Match]) -> tuple[_Normed, _Normed] | None:
-    """The norms in front of both rotations, if they differ in their weights only."""
-    found = tuple(_norm(m.args["x"]) for m in rotations)
+    """The norms in front of both rotations, if they differ in their weights only and nobody else reads them."""
+    found = tuple(map(_norm, rotations))
     if None in found or found[0].out_dtype != found[1].out_dtype:
         return None
     same = all(found[0].match.args[name] == found[1].match.args[name] for name in _NORM)
     return found if same else None
 
 
-def _norm(x: fx.Node | Call) -> _Normed | None:
-    """The norm whose result ``x`` is, or a permutation, copy or cast of it."""
+def _norm(rotation: Match) -> _Normed | None:
+    """The norm whose result is rotated, or a permutation, copy or cast of it."""
+    x = rotation.args["x"]
     if not isinstance(x, fx.Node):
         return None
     order, dtype, casts = tuple(range(val(x).dim())), val(x).dtype, 0
-    norm = _norm_ending_at(x)
-    while norm is None and (algebra.is_op(x, aten.permute, aten.clone) or algebra.is_alias(x) or algebra.is_cast(x)):
+    readers = {*rotation.inner, *rotation.outputs}
+    while True:
+        if not readers.issuperset(x.users):
+            return None  # it would be computed twice, and counted twice
+        norm = _norm_ending_at(x)
+        if norm is not None:
+            break
         if algebra.is_op(x, aten.permute):
             dims = [d % len(order) for d in x.args[1]]
             order = tuple(dims[d] for d in order)
+        elif not (algebra.is_op(x, aten.clone) or algebra.is_alias(x) or algebra.is_cast(x)):
+            return None
         casts += algebra.is_cast(x)
+        readers = {x}
         x = x.args[0]
-        norm = _norm_ending_at(x)
-    if norm is None or norm.args["bias"] is not None or norm.args["eps_tensor"] is not None:
+    if norm.args["bias"] is not None or norm.args["eps_tensor"] is not None or norm.shared():
         return None
+    if order and order[-1] != len(order) - 1:
+        return None  # it is over other elements than those of a head
     if casts > 1 or (casts and val(x).dtype != torch.float32):
         return None  # it is rounded twice
     source = norm.args["x"]
@@ -192,7 +204,7 @@ class _Update:
     """``node``: ``cache`` with ``value`` at ``position`` of dimension ``dim``.
 
     ``position``: a 1-d node; or a 0-d one or None, from which on or from whose sum with ``start`` on positions follow
-    each other.
+    each other.  ``count``: how many positions.
     """
 
     node: fx.Node
@@ -201,6 +213,7 @@ class _Update:
     dim: int
     position: fx.Node | None
     start: int
+    count: Any
 
 
 def _updates(value: fx.Node) -> Iterator[_Update]:
@@ -228,13 +241,14 @@ def _update(node: fx.Node) -> _Update | None:
             return None
         if not algebra.same_shape(val(value).shape, val(node.args[1]).shape):
             return None
-        return _Update(node, cache, value, dim % val(cache).dim(), None, start or 0)
+        dim %= val(cache).dim()
+        return _Update(node, cache, value, dim, None, start or 0, val(value).shape[dim])
     else:
         return None
     if not isinstance(index, fx.Node) or val(index).dim() != 1 or val(index).dtype not in (torch.int32, torch.int64):
         return None
     position, start = _first_position(index)
-    return _Update(node, cache, value, dim % val(cache).dim(), position, start)
+    return _Update(node, cache, value, dim % val(cache).dim(), position, start, val(index).shape[0])
 
 
 def _copied(x: fx.Node) -> fx.Node:
@@ -280,7 +294,7 @@ def _check_in_place(update: _Update, what: str) -> None:
     feeding = {node, epilogues[0]}
     if algebra.is_op(node, aten.slice_scatter):
         feeding |= {u for u in cache.users if algebra.is_op(u, aten.slice) and set(u.users) <= {node.args[1]}}
-    if not set(cache.users) <= feeding:
+    if not set(cache.users) <= feeding or update.value in (cache, *feeding):
         raise Unmatched(f"what the cache of the {what} held before is read as well")
     if not algebra.same_shape(val(cache).stride(), val(node).stride()):
         raise Unmatched(f"the update of the {what} lies otherwise in memory than the cache")
@@ -300,8 +314,7 @@ def _fits(update: _Update, what: str) -> None:
     )
     if not same:
         raise Unmatched(f"the {what} have shape {tuple(value.shape)}, their cache {tuple(cache.shape)}")
-    positions = None if update.position is None else val(update.position)
-    if positions is not None and positions.dim() and not algebra.same_size(positions.shape[0], value.shape[update.dim]):
+    if not algebra.same_size(update.count, value.shape[update.dim]):
         raise Unmatched(f"the {what} are repeated along their positions")
 
 
@@ -422,6 +435,8 @@ def _appending(rotations: tuple[Match, Match], norms: tuple[_Normed, _Normed] | 
         "cache_order": algebra.unless_plain(append.order),
     }
     rotated_q = rotations[queries].outputs[0]
+    if append.values.value is rotated_q:
+        raise Unmatched("what is written beside the keys is the other rotation")
     outputs = (rotated_q, append.keys.node, append.values.node)
     ends = (rotated_q, append.keys.node) if queries == 0 else (append.keys.node, rotated_q)
     return _joined("qk_rope_append", QK_ROPE_APPEND, args, outputs, ends, rotations, norms, "in place")

@@ -339,6 +339,13 @@ def a_part(model: Heads, q: Tensor, k: Tensor, v: Tensor) -> Any:
     return q
 
 
+def moved_in_the_cache(model: Heads, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """The values come from where others of them go."""
+    model.k_cache[:, :, 2 : 2 + S] = k
+    model.v_cache[:, :, 2 : 2 + S] = model.v_cache[:, :, 4 : 4 + S]
+    return q
+
+
 NOWHERE = "neither result goes to a cache and nowhere else"
 APART: dict[str, tuple[Callable, str]] = {
     "the old keys are read": (reads_before, "what the cache of the keys held before is read as well"),
@@ -353,6 +360,7 @@ APART: dict[str, tuple[Callable, str]] = {
     "changed afterwards": (changed_afterwards, "the graph does not overwrite the cache of the keys with the update"),
     "a tensor of the graph": (made_here, "the keys go to a tensor that is no input of the graph"),
     "a part of a cache": (a_part, NOWHERE),
+    "moved in the cache": (moved_in_the_cache, "what the cache of the values held before is read as well"),
 }
 
 
@@ -382,6 +390,22 @@ def matches(tracing: ModuleType, model: Callable, *args: Tensor) -> list[Match |
     finally:
         tracing.RewritePass = original
     return [s for s in said if isinstance(s, Match)] or [s for s in said if s is not None]
+
+
+@pytest.mark.parametrize("offset", [0, "position"])
+def test_one_token_for_several_positions(offset: Any, tracing: ModuleType) -> None:
+    def then(model: Heads, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        where = torch.arange(2, 5) + (model.position if offset else 0)
+        model.k_cache[:, :, where] = k
+        model.v_cache[:, :, where] = v
+        return q
+
+    traced = run(tracing, Heads(then=then), *inputs(1))
+    assert joined(traced.report) == ["qk_rope"] * 4
+    args = inputs(1)
+    assert [m.bound["append"] for m in matches(tracing, Heads(then=then), *args)] == [
+        "the keys are repeated along their positions"
+    ]
 
 
 def test_two_views_of_one_cache(tracing: ModuleType) -> None:
@@ -449,12 +473,17 @@ def one(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     return rope(q, cos, sin), k
 
 
+def turned_again(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return rope(rope(q, cos, sin), cos, sin), k
+
+
 LONELY = "no second rotation by the same cosine and sine follows"
 TWO: dict[str, tuple[Callable, str]] = {
     "other tables": (other_tables, LONELY),
     "other pairs": (other_pairs, "the two rotations differ in pairing, out_pairing"),
     "other types": (other_types, "the two rotations differ in compute_dtype, product_dtype"),
     "one alone": (one, LONELY),
+    "turned again": (turned_again, LONELY),
 }
 
 
@@ -504,6 +533,50 @@ def test_norms_that_are_not_taken_over(model: type[Heads], tracing: ModuleType) 
     norms = 1 if model is _OneNorm else 2
     assert traced.report.counts["rms_norm"] == traced.report.rewritten["rms_norm"] == norms
     assert sorted(joined(traced.report)) == [""] * norms + ["qk_rope"] * 2
+
+
+class _ReadNorm(Heads):
+    """The normalised heads are read beside the rotation as well."""
+
+    def forward(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k, _ = (p.unflatten(-1, (-1, D)).transpose(1, 2) for p in qkv.split((H * D, K * D, K * D), -1))
+        q, k = norm(q, self.q_weight), norm(k, self.k_weight)
+        return rope(q, cos, sin), rope(k, cos, sin), k
+
+
+def test_norms_that_others_read_count_once(tracing: ModuleType) -> None:
+    traced = run(tracing, _ReadNorm(), *inputs())
+    assert traced.report.counts["rms_norm"] == traced.report.rewritten["rms_norm"] == 2
+    assert sorted(joined(traced.report)) == ["", "", "qk_rope", "qk_rope"]
+
+
+def test_norms_over_another_dimension(tracing: ModuleType) -> None:
+    """The transposed result lies as if each head had been normalised."""
+
+    def model(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        weight = torch.ones(D, dtype=BF16)
+        return [rope(norm(x.mT, weight).mT, cos, sin) for x in (q, k)]
+
+    args = tensor(B, H, D, D), tensor(B, K, D, D, seed=1), *tables(D)
+    with torch.no_grad():
+        traced = tracing.trace(model, *args, gate="always")
+    assert traced.report.counts["rms_norm"] == 2 and not traced.report.rewritten["rms_norm"]
+    assert joined(traced.report) == ["qk_rope"] * 2
+    tracing.assert_as_good_as_eager(traced.result, model, *args)
+
+
+def values_rotated_too(model: Heads, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """The rotation that follows that of the keys is that of the values."""
+    k, v = rope(k, *model.tables), rope(v, *model.tables)
+    return append(model, rope(q, *model.tables), k, v)
+
+
+def test_values_that_are_rotated_too(tracing: ModuleType) -> None:
+    model = Heads(plain, lambda x, cos, sin: x, then=values_rotated_too)
+    model.tables = tables()
+    traced = run(tracing, model, *inputs())
+    assert "qk_rope_append" not in traced.after
+    assert sorted(joined(traced.report)) == ["", "qk_rope", "qk_rope"]
 
 
 # --------------------------------------------------------------------------------------------------- gate and settings
