@@ -591,10 +591,15 @@ def _check_append(rotation: Rotation) -> str | None:
         return "the caches have different lengths"
     if not isinstance(append.v.shape[-1], int) or append.v.shape[-1] > MAX_HEAD_DIM:
         return f"v has heads of {append.v.shape[-1]} elements, needs a constant of at most {MAX_HEAD_DIM}"
-    position = append.position
-    if position is not None and (position.dtype not in (torch.int32, torch.int64) or position.dim() > 1):
+    return _check_position(append.position, k)
+
+
+def _check_position(position: torch.Tensor | None, k: torch.Tensor) -> str | None:
+    if position is None:
+        return None
+    if position.dtype not in (torch.int32, torch.int64) or position.dim() > 1:
         return f"position is {position.dtype} with {position.dim()} dimensions, needs int32 or int64 with 0 or 1"
-    return None
+    return None if position.device == k.device else f"position is on {position.device}, not on {k.device}"
 
 
 def rotation_plan(rotation: Rotation, target: Target, variant: str, config: RotationConfig | None = None) -> Plan:

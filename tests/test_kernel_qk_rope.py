@@ -468,6 +468,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"k_cache": random(2, 2, 16, 11).mT}, r"the last dimension of k_cache"),
     ({"position": torch.tensor([[1]])}, r"position is torch.int64 with 2 dimensions"),
     ({"position": torch.tensor(1.0)}, r"position is torch.float32"),
+    ({"position": torch.arange(5, device="meta")}, r"position is on meta, not on cpu"),
     ({"dim": 1}, r"more than two count tokens"),
 ]
 
