@@ -123,19 +123,9 @@ def inputs(problem: Problem, args: argparse.Namespace) -> list[Tensor]:
 def exact(fn: Callable, tensors: list[Tensor]) -> tuple[Tensor, ...]:
     """``fn`` in float64; of caches, what was written."""
     wide = [t.double() if t.is_floating_point() else t for t in tensors]
-    with _Wide():
+    with truth.Wide():
         outputs = truth.as_tuple(fn(*wide))
     return (*outputs, *written(wide))
-
-
-class _Wide(torch.utils._python_dispatch.TorchDispatchMode):
-    """Casts to a narrower type keep float64."""
-
-    def __torch_dispatch__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Tensor:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("dtype") in (torch.float32, torch.bfloat16):
-            kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
 
 
 def written(tensors: list[Tensor]) -> tuple[Tensor, ...]:

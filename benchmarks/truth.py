@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,3 +80,13 @@ def attention_truth(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
             is_causal=is_causal,
         )
     return out
+
+
+class Wide(TorchDispatchMode):
+    """Casts to a narrower type keep float64."""
+
+    def __torch_dispatch__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Tensor:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") in (torch.float32, torch.bfloat16):
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
