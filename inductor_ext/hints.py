@@ -103,6 +103,7 @@ HINTS: tuple[tuple[str, str], ...] = (
     ("max_rewrites=", 'raise "portable_ops.max_rewrites"'),
     (r"\w+ is disabled", 'leave the kind out of "portable_ops.disable"'),
     ("an argument is computed only after", "compute the weight before the result of the norm is used"),
+    ("an argument is itself one of the results", "nothing: one operator cannot read what it computes itself"),
     ("the pattern itself failed", "report it: this is an error of the pattern, and the graph is as it was"),
 )
 """How a reason begins (a regular expression), and the advice; the first that fits counts."""
