@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ..kernels.launch import hint
-from ..patterns import Match
+from ..patterns import Match, algebra
 
 aten = torch.ops.aten
 
@@ -102,15 +102,8 @@ def _is_extern(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    if node.op != "call_function":
-        return False
-    if node.target is operator.getitem or getattr(node.target, "overloadpacket", None) in (
-        aten._unsafe_view,
-        aten.reshape,
-    ):
-        return True
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
+    known = node.target is operator.getitem or algebra.is_op(node, aten._unsafe_view, aten.reshape)
+    return known or algebra.shares_memory(node)
 
 
 def _is_joinable(node: fx.Node) -> bool:

@@ -1508,6 +1508,11 @@ def batch_axes(x: fx.Node) -> Axes:
     return [[] if same_size(s, 1) else [Atom(d, s)] for d, s in enumerate(x.meta["val"].shape)]
 
 
+def shares_memory(x: fx.Node) -> bool:
+    """Whether torch calls the operation of ``x`` a view: its results lie in the memory of its first operand."""
+    return isinstance(x.target, torch._ops.OpOverload) and x.target.is_view
+
+
 def is_view(x: Any) -> bool:
     """A view or copy of all elements of its first operand, none of them repeated."""
     if is_op(x, aten.expand):

@@ -87,14 +87,10 @@ def _is_piece(node: fx.Node, dim: int) -> bool:
 
 def _shows_strides(node: fx.Node) -> bool:
     """Whether ``node`` or a view of it is returned from the graph, or is read by its strides."""
-    views = (u for u in node.users if algebra.is_alias(u) or u.target is operator.getitem or _is_view(u))
+    views = (u for u in node.users if algebra.is_alias(u) or u.target is operator.getitem or algebra.shares_memory(u))
     return any(u.op == "output" for u in node.users) or any(
         algebra.is_op(u, aten.as_strided) or _shows_strides(u) for u in views
     )
-
-
-def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
 def _build(anchor: fx.Node, args: dict[str, Any], outputs: list[fx.Node | None]) -> Match | None:
