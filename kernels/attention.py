@@ -30,7 +30,20 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .launch import Buffer, IntLike, Launch, Plan, ceil_div, dense_strides, empty_ordered, hint, jit, ordered, tl
+from .launch import (
+    Buffer,
+    IntLike,
+    Launch,
+    Plan,
+    ceil_div,
+    dense_strides,
+    empty_ordered,
+    hint,
+    jit,
+    next_power_of_two,
+    ordered,
+    tl,
+)
 from .operator import check_target, define_operator
 from .target import Target
 
@@ -602,11 +615,6 @@ def _family(target: Target) -> str:
     return {8: "sm_80", 9: "sm_90"}.get(target.capability // 10, "sm_100")
 
 
-def _padded(size: int) -> int:
-    """The size of a tile that holds ``size`` elements: the next power of two."""
-    return 1 << (size - 1).bit_length()
-
-
 def _shared_bytes(config: AttentionConfig, block_d: int, element: int, mask_bytes: int, target: Target) -> int:
     """Upper bound of the shared memory that Triton allocates (a test compares it with what it does)."""
     query = config.block_m * block_d * element
@@ -649,13 +657,13 @@ def _choose_config(
     )
     table = _PREFILL_CONFIGS if attn_mask is None else _MASKED_PREFILL_CONFIGS
     table = _DECODE_CONFIGS if decode else table
-    block_d, element = _padded(head_dim), q.element_size()
+    block_d, element = next_power_of_two(head_dim), q.element_size()
     family, key = _family(target), (element, max(64, block_d))
     while (family, *key) not in table:
         family = _FALLBACK[family]
     config = table[(family, *key)]
     if decode:
-        block_m = max(16, min(MAX_DECODE_ROWS, 1 << (rows - 1).bit_length()))
+        block_m = max(16, min(MAX_DECODE_ROWS, next_power_of_two(rows)))
         config = dataclasses.replace(config, block_m=block_m)
     mask_bytes = 0 if attn_mask is None else attn_mask.element_size()
     while _shared_bytes(config, block_d, element, mask_bytes, target) > target.shared_memory:
@@ -887,7 +895,7 @@ def plan(
         "MASK_PER_ROW": mask_per_row,
         "SCALE": float(head_dim**-0.5 if scale is None else scale),
         "HEAD_DIM": head_dim,
-        "BLOCK_D": _padded(head_dim),
+        "BLOCK_D": next_power_of_two(head_dim),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "WIDE": _is_wide((strides["k"][2], strides["v"][2]), mask_strides[3], config.block_n),
@@ -933,13 +941,13 @@ def _decode_plan(q: torch.Tensor, k: torch.Tensor, out: Buffer, args: dict, cons
     row = splits * head_dim
     parts = {"out": "partial", "weights": "weights"}
     parts |= {"stride_ob": heads * len_q * row, "stride_oh": len_q * row, "stride_ol": row}
-    merge_d = max(16, min(32, _padded(head_dim), _MERGE_ELEMENTS // _padded(splits)))
+    merge_d = max(16, min(32, next_power_of_two(head_dim), _MERGE_ELEMENTS // next_power_of_two(splits)))
     merge = Launch(
         _merge_splits_kernel,
         (batch * heads * len_q * ceil_div(head_dim, merge_d), 1, 1),
         {name: args[name] for name in ("out", "stride_ob", "stride_oh", "stride_ol", "len_q")}
         | {"partial": "partial", "weights": "weights", "num_heads": heads},
-        {"HEAD_DIM": head_dim, "BLOCK_D": merge_d, "NUM_SPLITS": splits, "PADDED_SPLITS": _padded(splits)},
+        {"HEAD_DIM": head_dim, "BLOCK_D": merge_d, "NUM_SPLITS": splits, "PADDED_SPLITS": next_power_of_two(splits)},
     )
     scratch = {
         "partial": Buffer((batch, heads, len_q, splits, head_dim), torch.float32),

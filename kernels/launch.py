@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 try:
     import triton
@@ -94,6 +95,30 @@ def hint(value: IntLike) -> int:
 def ceil_div(a: IntLike, b: IntLike) -> IntLike:
     """``ceil(a / b)`` for plain and symbolic integers."""
     return -(-a // b)
+
+
+def merged_dims(
+    sizes: Sequence[IntLike], *strides: Sequence[IntLike]
+) -> tuple[tuple[IntLike, ...], tuple[tuple[IntLike, ...], ...]]:
+    """Sizes, and strides of each tensor, of the fewest dimensions that reach the same elements in order; at least one.
+
+    Neighbouring dimensions are merged where that is known to be right for all tensors, without a guard.
+    """
+    dims: list[tuple[IntLike, list[IntLike]]] = []
+    for size, *steps in zip(sizes, *strides, strict=True):
+        if statically_known_true(size == 1):
+            continue
+        if dims and all(statically_known_true(a == size * b) for a, b in zip(dims[-1][1], steps, strict=True)):
+            dims[-1] = (dims[-1][0] * size, steps)
+        else:
+            dims.append((size, steps))
+    dims = dims or [(1, [0] * len(strides))]
+    return tuple(size for size, _ in dims), tuple(zip(*(steps for _, steps in dims), strict=True))
+
+
+def next_power_of_two(n: int) -> int:
+    """The least power of two from ``n`` on, at least 1: the size of a tile that holds ``n`` elements."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 def run(plan: Plan, operands: Mapping[str, torch.Tensor | None], device: torch.device) -> list[torch.Tensor]:

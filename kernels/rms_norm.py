@@ -18,9 +18,9 @@ import math
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .launch import Buffer, IntLike, Launch, Plan, ceil_div, hint, jit, tl
+from .launch import Buffer, IntLike, Launch, Plan, ceil_div, hint, jit, merged_dims, next_power_of_two, tl
 from .operator import check_target, define_operator
-from .rounding import DTYPE_NAMES, round_to
+from .rounding import DTYPE_NAMES, round_to, scale
 from .target import Target
 
 MAX_COLS = 65536
@@ -306,13 +306,7 @@ def _scale_and_shift(
     SHIFTED_DTYPE: tl.constexpr,
 ):
     """What follows the normalisation, in float32, rounded wherever the reference rounds."""
-    y = round_to(normed, NORM_DTYPE)
-    if weight is not None:
-        w = round_to(weight.to(tl.float32), WEIGHT_DTYPE)
-        if WEIGHT_OFFSET != 0.0:
-            w = round_to(w + tl.full([], WEIGHT_OFFSET, tl.float32), WEIGHT_DTYPE)
-        y = round_to(y * w, SCALED_DTYPE)
-    y = round_to(y, PRODUCT_DTYPE)
+    y = scale(normed, weight, WEIGHT_OFFSET, WEIGHT_DTYPE, NORM_DTYPE, SCALED_DTYPE, PRODUCT_DTYPE)
     if bias is not None:
         y = round_to(y + bias.to(tl.float32), SHIFTED_DTYPE)
     return y
@@ -503,12 +497,12 @@ def choose_config(n_cols: int, itemsize: int, n_rows: int, target: Target) -> RM
     Counted in threads, since warps are 64 wide on some targets.  Every threshold is from a sweep on an H200
     (bf16, 1 to 655360 rows of 64 to 65536 columns, CUDA graphs, cold L2).
     """
-    block_cols = 1 << (n_cols - 1).bit_length()
+    block_cols = next_power_of_two(n_cols)
     vector = 16 // itemsize  # elements of the widest access
     if block_cols > 32768:  # 64 values in each of 1024 threads would spill
         one_pass, block_rows, block_cols, threads = False, 1, 16384, 1024
     elif block_cols <= 512:  # several rows a program, one access a thread
-        block_rows = min(256 * vector // block_cols, 1 << (n_rows - 1).bit_length())
+        block_rows = min(256 * vector // block_cols, next_power_of_two(n_rows))
         one_pass, threads = True, block_rows * block_cols // vector
     elif n_rows <= target.num_processors:  # latency counts: one access a thread
         one_pass, block_rows, threads = True, 1, _floor_power_of_two(n_cols // vector)
@@ -667,24 +661,8 @@ def _plan(
 def _outer_dims(
     *tensors: torch.Tensor,
 ) -> tuple[tuple[IntLike, ...], tuple[tuple[IntLike, ...], ...]]:
-    """Sizes and, per tensor, strides of the fewest dimensions that reach every row, in order; at least one.
-
-    Neighbouring dimensions are merged where that is known to be right for all tensors, without a guard.
-    """
-    dims: list[tuple[IntLike, list[IntLike]]] = []
-    for i, size in enumerate(tensors[0].shape[:-1]):
-        steps = [tensor.stride(i) for tensor in tensors]
-        if statically_known_true(size == 1):
-            continue
-        if dims and all(
-            statically_known_true(outer == size * inner) for outer, inner in zip(dims[-1][1], steps, strict=True)
-        ):
-            dims[-1] = (dims[-1][0] * size, steps)
-        else:
-            dims.append((size, steps))
-    if not dims:
-        dims = [(1, [0] * len(tensors))]
-    return tuple(size for size, _ in dims), tuple(zip(*(steps for _, steps in dims), strict=True))
+    """Sizes and, per tensor, strides of the fewest dimensions that reach every row, in order; at least one."""
+    return merged_dims(tensors[0].shape[:-1], *(tensor.stride()[:-1] for tensor in tensors))
 
 
 RMS_NORM = define_operator(

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .launch import Buffer, IntLike, Launch, Plan, ceil_div, dense_strides, hint, jit, tl
+from .launch import Buffer, IntLike, Launch, Plan, ceil_div, dense_strides, hint, jit, next_power_of_two, tl
 from .operator import check_target
-from .rounding import DTYPE_NAMES, round_to
+from .rounding import DTYPE_NAMES, round_to, scale
 from .target import Target
 
 PAIRINGS = ("half", "interleaved")
@@ -106,13 +106,8 @@ def _scaled(
     NORM_PRODUCT_DTYPE: tl.constexpr, NORM_OUT_DTYPE: tl.constexpr,
 ):
     """What follows the normalisation, in float32, rounded wherever the reference rounds."""
-    y = round_to(x, NORM_DTYPE)
-    if weight is not None:
-        w = round_to(weight, WEIGHT_DTYPE)
-        if WEIGHT_OFFSET != 0.0:
-            w = round_to(w + tl.full([], WEIGHT_OFFSET, tl.float32), WEIGHT_DTYPE)
-        y = round_to(y * w, SCALED_DTYPE)
-    return round_to(round_to(y, NORM_PRODUCT_DTYPE), NORM_OUT_DTYPE)
+    y = scale(x, weight, WEIGHT_OFFSET, WEIGHT_DTYPE, NORM_DTYPE, SCALED_DTYPE, NORM_PRODUCT_DTYPE)
+    return round_to(y, NORM_OUT_DTYPE)
 
 
 @jit
@@ -381,23 +376,18 @@ def choose_config(n_tokens: int, q_heads: int, k_heads: int, head_dim: int, targ
     of 128, CUDA graphs, cold L2): 64 tokens 5.6 us in programs of 4 heads, 6.0 in programs of 8; 16384 tokens within
     1 % of the best of 40.
     """
-    vectors = max(1, _power_of_two(head_dim) // 8)  # accesses of 16 bytes for one head of a short type
+    vectors = max(1, next_power_of_two(head_dim) // 8)  # accesses of 16 bytes for one head of a short type
     accesses = 64 if _is_few(n_tokens, q_heads, k_heads, target) else 128
-    block_heads = min(_power_of_two(max(q_heads, k_heads)), max(1, accesses // vectors))
+    block_heads = min(next_power_of_two(max(q_heads, k_heads)), max(1, accesses // vectors))
     while block_heads > 1 and sum(-heads % block_heads for heads in (q_heads, k_heads)) * 4 > q_heads + k_heads:
         block_heads //= 2  # a quarter of the rows at most is beside the heads
     threads = max(target.warp_size, block_heads * vectors // 2)
-    return RotationConfig(1, block_heads, max(1, min(8, _power_of_two(threads) // target.warp_size)))
+    return RotationConfig(1, block_heads, max(1, min(8, next_power_of_two(threads) // target.warp_size)))
 
 
 def _is_few(n_tokens: IntLike, q_heads: int, k_heads: int, target: Target) -> bool:
     """Whether programs are too few for all processors to be busy."""
     return hint(n_tokens) * (q_heads + k_heads) <= 64 * target.num_processors
-
-
-def _power_of_two(n: int) -> int:
-    """The next power of two."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 # --- supports and plan --------------------------------------------------------------------------------------
@@ -672,9 +662,9 @@ def rotation_plan(rotation: Rotation, target: Target, variant: str, config: Rota
         **_norm_constexprs(rotation),
         "BLOCK_TOKENS": config.block_tokens,
         "BLOCK_HEADS": config.block_heads,
-        "BLOCK_PAIRS": _power_of_two(turn.rotary_dim // 2),
-        "BLOCK_REST": _power_of_two(x.shape[-1] - turn.rotary_dim),
-        "BLOCK_V_DIM": 1 if append is None else _power_of_two(append.v.shape[-1]),
+        "BLOCK_PAIRS": next_power_of_two(turn.rotary_dim // 2),
+        "BLOCK_REST": next_power_of_two(x.shape[-1] - turn.rotary_dim),
+        "BLOCK_V_DIM": 1 if append is None else next_power_of_two(append.v.shape[-1]),
         "NUM_WARPS": config.num_warps,
     }
     blocks = ceil_div(q_heads, config.block_heads)

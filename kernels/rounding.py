@@ -18,3 +18,23 @@ def round_to(value, DTYPE: tl.constexpr):
     if DTYPE == "fp16":
         value = value.to(tl.float16).to(tl.float32)
     return value
+
+
+@jit
+def scale(
+    normed,
+    weight,
+    WEIGHT_OFFSET: tl.constexpr,
+    WEIGHT_DTYPE: tl.constexpr,
+    NORM_DTYPE: tl.constexpr,
+    SCALED_DTYPE: tl.constexpr,
+    PRODUCT_DTYPE: tl.constexpr,
+):
+    """What follows RMSNorm's normalisation, in float32: the weight, if there is one, rounded as the reference does."""
+    y = round_to(normed, NORM_DTYPE)
+    if weight is not None:
+        w = round_to(weight.to(tl.float32), WEIGHT_DTYPE)
+        if WEIGHT_OFFSET != 0.0:
+            w = round_to(w + tl.full([], WEIGHT_OFFSET, tl.float32), WEIGHT_DTYPE)
+        y = round_to(y * w, SCALED_DTYPE)
+    return round_to(y, PRODUCT_DTYPE)

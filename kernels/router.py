@@ -23,8 +23,9 @@ import dataclasses
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .launch import Buffer, IntLike, Launch, Plan, ceil_div, hint, jit, tl
+from .launch import Buffer, IntLike, Launch, Plan, ceil_div, hint, jit, next_power_of_two, tl
 from .operator import check_target, define_operator
+from .rounding import DTYPE_NAMES, round_to
 from .target import Target
 
 SCORINGS = ("softmax", "sigmoid", "none")
@@ -32,8 +33,6 @@ NORMALISATIONS = ("none", "sum", "softmax")
 MAX_EXPERTS = 512
 MAX_K = 32
 """Each expert that is chosen is a step of an unrolled loop."""
-
-_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 # --- meaning ------------------------------------------------------------------------------------------------
@@ -95,16 +94,6 @@ def router_reference(
 
 
 @jit
-def _round_to(x, DTYPE: tl.constexpr):
-    """fp32 values rounded to the type called DTYPE."""
-    if DTYPE == "bf16":
-        x = x.to(tl.bfloat16).to(tl.float32)
-    elif DTYPE == "fp16":
-        x = x.to(tl.float16).to(tl.float32)
-    return x
-
-
-@jit
 def _ordered_bits(x):
     """int32 in the order of fp32 numbers; NaN is the largest, both zeros are one."""
     bits = x.to(tl.int32, bitcast=True)
@@ -118,7 +107,7 @@ def _scores(logits, peak, total, SCORING: tl.constexpr, SCORE_DTYPE: tl.constexp
         logits = tl.div_rn(tl.exp(logits - peak), total)
     elif SCORING == "sigmoid":
         logits = tl.div_rn(tl.full(logits.shape, 1.0, tl.float32), 1.0 + tl.exp(-logits))
-    return _round_to(logits, SCORE_DTYPE)
+    return round_to(logits, SCORE_DTYPE)
 
 
 @jit
@@ -143,7 +132,7 @@ def _choose_groups(
         taken = numbers == _first_largest(grouped, numbers)
         best += tl.sum(tl.where(taken, values, 0.0), axis=1)
         grouped = tl.where(taken, -2147483648, grouped)
-    best = tl.reshape(_round_to(best, CHOICE_DTYPE), [ROWS, GROUPS_CEIL])
+    best = tl.reshape(round_to(best, CHOICE_DTYPE), [ROWS, GROUPS_CEIL])
     group = tl.arange(0, GROUPS_CEIL)[None, :]
     keys = tl.where(group < GROUPS, _ordered_bits(best), -2147483648)
     chosen = tl.zeros([ROWS, GROUPS_CEIL], tl.int32)
@@ -187,7 +176,7 @@ def _router_kernel(
     if bias is not None or GROUPS > 1:
         choice = _scores(x, peak, total, SCORING, SCORE_DTYPE)
     if bias is not None:
-        choice = _round_to(choice + tl.load(bias + expert, mask=known, other=0.0).to(tl.float32), CHOICE_DTYPE)
+        choice = round_to(choice + tl.load(bias + expert, mask=known, other=0.0).to(tl.float32), CHOICE_DTYPE)
     if GROUPS > 1:
         chosen = _choose_groups(
             choice, inside, TOP_GROUPS, GROUP_BEST, CHOICE_DTYPE, BLOCK_ROWS, GROUPS, GROUPS_CEIL, SIZE_CEIL
@@ -206,17 +195,17 @@ def _router_kernel(
     weight = tl.load(row + best, mask=take, other=0.0).to(tl.float32)
     weight = tl.where(take, _scores(weight, peak, total, SCORING, SCORE_DTYPE), 0.0)
     if NORMALISE == "sum":
-        divisor = _round_to(tl.sum(weight, axis=1, keep_dims=True), SCORE_DTYPE)
+        divisor = round_to(tl.sum(weight, axis=1, keep_dims=True), SCORE_DTYPE)
         if EPS != 0.0:
-            divisor = _round_to(divisor + EPS, SCORE_DTYPE)
-        weight = _round_to(tl.div_rn(weight, tl.broadcast_to(divisor, weight.shape)), SCORE_DTYPE)
+            divisor = round_to(divisor + EPS, SCORE_DTYPE)
+        weight = round_to(tl.div_rn(weight, tl.broadcast_to(divisor, weight.shape)), SCORE_DTYPE)
     if NORMALISE == "softmax":
         lowest = tl.where(take, weight, float("-inf"))
         power = tl.exp(lowest - tl.max(lowest, axis=1, keep_dims=True))
         divisor = tl.sum(power, axis=1, keep_dims=True)
-        weight = _round_to(tl.div_rn(power, tl.broadcast_to(divisor, power.shape)), SCORE_DTYPE)
+        weight = round_to(tl.div_rn(power, tl.broadcast_to(divisor, power.shape)), SCORE_DTYPE)
     if SCALE != 1.0:
-        weight = _round_to(weight * SCALE, SCORE_DTYPE)
+        weight = round_to(weight * SCALE, SCORE_DTYPE)
     out = token.to(tl.int64) * K + place
     tl.store(weights + out, weight.to(weights.dtype.element_ty), mask=take)
     tl.store(indices + out, best.to(tl.int64), mask=take)
@@ -274,7 +263,7 @@ def router_supports(
 
 
 def _logits_reason(logits: torch.Tensor) -> str | None:
-    if logits.dtype not in _DTYPE_NAMES:
+    if logits.dtype not in DTYPE_NAMES:
         return f"logits is {logits.dtype}, needs float32, bfloat16 or float16"
     if logits.dim() != 2:
         return f"logits has {logits.dim()} dimensions, needs [tokens, experts]"
@@ -289,7 +278,7 @@ def _logits_reason(logits: torch.Tensor) -> str | None:
 def _bias_reason(logits: torch.Tensor, bias: torch.Tensor | None) -> str | None:
     if bias is None:
         return None
-    if bias.dtype not in _DTYPE_NAMES or bias.device != logits.device:
+    if bias.dtype not in DTYPE_NAMES or bias.device != logits.device:
         return f"bias is {bias.dtype} on {bias.device}, needs a floating-point type on {logits.device}"
     if bias.dim() != 1 or not statically_known_true(bias.shape[0] == logits.shape[1]):
         return f"bias has shape {tuple(bias.shape)}, needs ({logits.shape[1]},)"
@@ -305,21 +294,17 @@ def _numbers_reason(experts: int, k: int, groups: int, top_groups: int, group_be
         return f"{experts} experts do not divide into {groups} groups"
     if not 1 <= top_groups <= groups or not 1 <= group_best <= experts // groups:
         return f"{top_groups} of {groups} groups by their {group_best} best is more than there are"
-    if _ceil_power_of_two(groups) * _ceil_power_of_two(experts // groups) > 2 * MAX_EXPERTS:
+    if next_power_of_two(groups) * next_power_of_two(experts // groups) > 2 * MAX_EXPERTS:
         return f"{groups} groups of {experts // groups} experts are padded to more than {2 * MAX_EXPERTS}"
     return None
 
 
 def _dtypes_reason(*dtypes: torch.dtype) -> str | None:
-    unknown = [dtype for dtype in dtypes if dtype not in _DTYPE_NAMES]
+    unknown = [dtype for dtype in dtypes if dtype not in DTYPE_NAMES]
     return f"rounds to {unknown[0]}, needs float32, bfloat16 or float16" if unknown else None
 
 
 # --- plan ---------------------------------------------------------------------------------------------------
-
-
-def _ceil_power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def router_plan(
@@ -344,7 +329,7 @@ def router_plan(
     tokens: IntLike = logits.shape[0]
     experts = logits.shape[1]
     size = experts // groups
-    size_ceil, groups_ceil = _ceil_power_of_two(size), _ceil_power_of_two(groups)
+    size_ceil, groups_ceil = next_power_of_two(size), next_power_of_two(groups)
     config = config or choose_config(size_ceil * groups_ceil, hint(tokens), target)
     choice_dtype = score_dtype if bias is None else torch.promote_types(score_dtype, bias.dtype)
     launch = Launch(
@@ -360,7 +345,7 @@ def router_plan(
         },
         {
             "K": k,
-            "K_CEIL": max(2, _ceil_power_of_two(k)),
+            "K_CEIL": max(2, next_power_of_two(k)),
             "SCORING": scoring,
             "GROUPS": groups,
             "TOP_GROUPS": top_groups,
@@ -370,8 +355,8 @@ def router_plan(
             "NORMALISE": normalise,
             "EPS": float(eps),
             "SCALE": float(scale),
-            "SCORE_DTYPE": _DTYPE_NAMES[score_dtype],
-            "CHOICE_DTYPE": _DTYPE_NAMES[choice_dtype],
+            "SCORE_DTYPE": DTYPE_NAMES[score_dtype],
+            "CHOICE_DTYPE": DTYPE_NAMES[choice_dtype],
             "SIZE": size,
             "GROUPS_CEIL": groups_ceil,
             "SIZE_CEIL": size_ceil,

@@ -7,10 +7,10 @@
 holds -inf (inf, if the smallest are selected) elsewhere.  NaN counts as the largest number, -0.0 equals 0.0.  Where
 several elements are equal at the edge, which of them is taken is not specified, as in torch.
 
-Elements become integers of the same order, *keys*.  A threshold is found by bisection: how many keys reach it?  Bits
-of a key cost a comparison for each element in registers and one sum over the program, whatever the distribution.
+Elements become integers of the same order, *keys*.  A threshold is found by guesses between two bounds: how many keys
+reach it?  A guess costs a comparison for each element in registers and one sum over the program.
 
-*row*: a program holds a row in registers and bisects it.
+*row*: a program holds a row in registers and finds its threshold.
 
 *tournament*, for longer rows, several programs to a row:
 
@@ -18,7 +18,7 @@ of a key cost a comparison for each element in registers and one sum over the pr
 2. A bound that k of the G largest reach is reached by k elements of the row as well.  Every program looks for it by
    itself; where there are many rows, a launch of its own does.  Everybody reads the row again and writes down what
    lies above the bound (about 1.4 k elements where G is 2 k), and k of those that equal it.
-3. One program bisects what was written down.
+3. One program finds the threshold of what was written down.
 
 The bound holds for every distribution; neighbours are in different groups, so that a sorted row or a cluster of
 large elements does not loosen it.  Were more written down than there is room for (at least 2 k), step 3 bisects the
@@ -32,7 +32,7 @@ import dataclasses
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .launch import Buffer, IntLike, Launch, Plan, ceil_div, hint, jit, tl
+from .launch import Buffer, IntLike, Launch, Plan, ceil_div, hint, jit, merged_dims, next_power_of_two, tl
 from .operator import check_target, define_operator
 from .target import Target
 
@@ -702,21 +702,17 @@ class TopkConfig:
     finish_warps: int = 16
 
 
-def _ceil_power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
 def choose_config(n: int, k: int, rows: int, target: Target) -> TopkConfig:
     """The configuration for ``rows`` rows (a hint) of ``n`` elements (a hint as well, if the row is longer)."""
-    block = _ceil_power_of_two(n)
+    block = next_power_of_two(n)
     if block <= 8192 or (block <= MAX_ROW and rows > 2 * target.num_processors):
         return row_config(block, target)
-    groups = max(1024, _ceil_power_of_two(2 * k))
+    groups = max(1024, next_power_of_two(2 * k))
     tall = ceil_div(n, groups)
     # Programs of about as many elements as there are processors for, but not less than one access of a warp.
     share = n * rows // (2 * target.num_processors)
-    block_cols = max(32, min(256, groups, _ceil_power_of_two(share // tall + 1)))
-    block_rows = max(min(_ceil_power_of_two(tall), 4096 // block_cols), 128 // block_cols, 1)
+    block_cols = max(32, min(256, groups, next_power_of_two(share // tall + 1)))
+    block_rows = max(min(next_power_of_two(tall), 4096 // block_cols), 128 // block_cols, 1)
     threads = max(128, min(256, block_cols * block_rows // 16))
     return TopkConfig(
         row=False,
@@ -724,7 +720,7 @@ def choose_config(n: int, k: int, rows: int, target: Target) -> TopkConfig:
         groups=groups,
         block_cols=block_cols,
         block_rows=block_rows,
-        room=max(1024, _ceil_power_of_two(2 * k)),
+        room=max(1024, next_power_of_two(2 * k)),
         finish_warps=512 // target.warp_size,
         bounded=rows > 16,
     )
@@ -826,9 +822,9 @@ def _strides_over(bound: torch.Tensor, outer: tuple[IntLike, ...]) -> tuple[IntL
 
 def _outer_dims(
     x: torch.Tensor, dim: int, k: IntLike, *more: tuple[IntLike, ...]
-) -> tuple[tuple[IntLike, ...], list[tuple[IntLike, ...]]]:
+) -> tuple[tuple[IntLike, ...], tuple[tuple[IntLike, ...], ...]]:
     """Sizes of the fewest dimensions that reach every row, and the strides along them: of x, of a contiguous result,
-    and of each of ``more``.  Neighbours are merged where that is known to be right for all, without a guard.
+    and of each of ``more``.
     """
     dim %= x.dim()
     out: list[IntLike] = []
@@ -837,17 +833,7 @@ def _outer_dims(
         if i != dim:
             out.insert(0, step)
         step = step * (k if i == dim else x.shape[i])
-    strides = [_without(x.stride(), dim), tuple(out), *more]
-    dims: list[tuple[IntLike, list[IntLike]]] = []
-    for size, *steps in zip(_without(x.shape, dim), *strides, strict=True):
-        if statically_known_true(size == 1):
-            continue
-        if dims and all(statically_known_true(a == size * b) for a, b in zip(dims[-1][1], steps, strict=True)):
-            dims[-1] = (dims[-1][0] * size, steps)
-        else:
-            dims.append((size, steps))
-    dims = dims or [(1, [0] * len(strides))]
-    return tuple(size for size, _ in dims), [tuple(steps) for steps in zip(*(steps for _, steps in dims), strict=True)]
+    return merged_dims(_without(x.shape, dim), _without(x.stride(), dim), out, *more)
 
 
 def topk_plan(
@@ -912,7 +898,7 @@ def _plan(
     out_step: IntLike = 1
     for size in x.shape[dim + 1 :]:
         out_step = out_step * size
-    k_ceil = max(2, _ceil_power_of_two(k))
+    k_ceil = max(2, next_power_of_two(k))
     reads = {
         "x": "x",
         "start": None if start is None else "start",
@@ -945,7 +931,7 @@ def _plan(
     scratch = {"packed": Buffer((rows, 2 * k_ceil), torch.int64)} if sorted else {}
     if config.row:
         threads = config.num_warps * target.warp_size
-        block = _ceil_power_of_two(n)
+        block = next_power_of_two(n)
         block_cols = min(block, threads)
         block_rows = block // block_cols
         tile = {
